@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from factorlayer.activations.named import activate
+from factorlayer.device.kept import kept
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -87,7 +88,7 @@ class Visit:
     hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
     orders: bool = False  # who makes its weight's gradient puts these in order
 
-    @functools.cached_property
+    @kept
     def turned(self) -> bool:
         """Whether the states before and behind it are."""
         first = self.part.contractions[0]
@@ -116,11 +117,11 @@ class Visit:
         outer, rows, columns = self.mixed
         return gradient.reshape(outer, columns, rows, -1).transpose(1, 2).reshape(gradient.shape)
 
-    @functools.cached_property
+    @kept
     def forward(self) -> str:
         return replace(self.part, x_turned=self.turned, turn=self.hands_on).text
 
-    @functools.cached_property
+    @kept
     def gradient(self) -> str:
         """What makes gradients of the weights."""
         if self.at_once:
@@ -144,7 +145,7 @@ class Visit:
             slabs=self.slabs,
         )
 
-    @functools.cached_property
+    @kept
     def back(self) -> str:
         # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
         x_turned = self.turned or (self.mixed is not None and self.part.tf32)

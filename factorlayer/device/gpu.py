@@ -3,9 +3,9 @@ no GPU needed."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
+from factorlayer.device.kept import kept
 from factorlayer.device.table import DTYPES, L2_OVER_MEMORY, Rates, Table, of
 
 __all__ = ["DTYPES", "ELEMENT_BYTES", "LIMITS", "Gpu", "Library"]
@@ -92,38 +92,38 @@ class Gpu:
         """Floats that a multiprocessor multiplies and adds at once."""
         return 64 if self.arch == 80 else 128
 
-    @functools.cached_property
+    @kept
     def table(self) -> Table:
         """Its rates, and where they are from."""
         return of((self.arch, self.sms, self.shared, self.memory))
 
-    @functools.cached_property
+    @kept
     def rates(self) -> Rates:
         return self.table.rates
 
     # What is asked most, kept
 
-    @functools.cached_property
+    @kept
     def memory_bytes(self) -> float:
         return self.rates.memory_bytes
 
-    @functools.cached_property
+    @kept
     def l2_bytes(self) -> float:
         return self.rates.l2_bytes
 
-    @functools.cached_property
+    @kept
     def shared_bytes(self) -> float:
         return self.rates.shared_bytes
 
-    @functools.cached_property
+    @kept
     def instructions(self) -> float:
         return self.rates.instructions
 
-    @functools.cached_property
+    @kept
     def flops(self) -> dict[str, float]:
         return self.rates.flops
 
-    @functools.cached_property
+    @kept
     def library(self) -> Library:
         """PyTorch's operations on it: an H200's, with the rates of products scaled."""
         scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}

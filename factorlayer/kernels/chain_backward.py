@@ -16,6 +16,7 @@ from typing import Any
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, ask_for, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.resident import (
@@ -194,7 +195,7 @@ class ChainBackward(BlockSums):
     def is_others(self, missing: int, padding: int) -> bool:
         return 0 < self.sums_at == missing - padding
 
-    @functools.cached_property
+    @kept
     def modes(self) -> tuple[Mode, ...]:
         """The modes in the order of the weights."""
         return tuple(mode for _, mode in sorted(self.work.steps, key=lambda step: step[0]))
@@ -231,7 +232,7 @@ class ChainBackward(BlockSums):
         """Elements of a sample's state in memory, before the first step or behind the last one."""
         return self.work.outer * math.prod(self.work.states[state]) * self.work.inner
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes for each S, whose place G takes, and behind them for grad_y."""
         found = []

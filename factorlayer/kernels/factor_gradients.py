@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread
 from factorlayer.kernels.weights import factors
 from factorlayer.kernels.work import Mode
@@ -37,7 +37,7 @@ class FactorGradients(OneSpread):
     def written(self, batch: int) -> int:
         return self.weights * ELEMENT_BYTES[self.dtype]
 
-    @functools.cached_property
+    @kept
     def weights(self) -> int:
         return self.rank * sum(q * p for mode in self.modes for _, q, p in mode.parts)
 

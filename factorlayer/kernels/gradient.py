@@ -6,7 +6,6 @@ share the samples, each writes its own sums, and a second kernel adds them up in
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from factorlayer.device.code import ELEMENT, Long, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
 from factorlayer.maths.chain import Chain
@@ -184,7 +184,7 @@ class Gradient(TileSums):
     def bn(self) -> int:
         return 8 * self.nt * self.wn
 
-    @functools.cached_property
+    @kept
     def run(self) -> int:
         """Elements that are read at once."""
         c = self.contraction
@@ -194,7 +194,7 @@ class Gradient(TileSums):
     def threads(self) -> int:
         return 32 * self.wm * self.wn * self.wg
 
-    @functools.cached_property
+    @kept
     def runs(self) -> int:
         """Runs on their way to a thread."""
         return sum(-(-self.wg * self.bk * width // (self.run * self.threads)) for width in (self.bm, self.bn))
@@ -202,11 +202,11 @@ class Gradient(TileSums):
     def _stride(self, width: int) -> int:
         return width + 4 if self.size == 8 else width if width % 16 else width + 8
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         return 2 * self.wg * self.bk * (self._stride(self.bm) + self._stride(self.bn)) * self.size
 
-    @functools.cached_property
+    @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
@@ -217,13 +217,13 @@ class Gradient(TileSums):
         """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> int:
         c = self.contraction
         groups = 1 if c.tied else c.outer * -(-c.inner // self.wg)
         return -(-c.q // self.bm) * -(-c.p // self.bn) * groups
 
-    @functools.cached_property
+    @kept
     def _inner_here(self) -> int:
         """Elements behind p that a chunk has."""
         c = self.contraction

@@ -16,6 +16,7 @@ from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Told, ask_for, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_TENSORS
 from factorlayer.kernels.resident import Resident, copied_at_once, region_of
 from factorlayer.kernels.stages import Layout, Stage, memory_of, together
@@ -46,7 +47,7 @@ class ResidentStack(Resident):
     def us_of(self, batch: int) -> float:
         return _time(self, batch)
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Sizes p, q of each layer."""
         return tuple((layer.in_features, layer.out_features) for layer in self.layers)
@@ -55,7 +56,7 @@ class ResidentStack(Resident):
         """The first of the parameters that is layer i's; behind all layers, the first of the states'."""
         return sum(layer.tensors for layer in self.layers[:i])
 
-    @functools.cached_property
+    @kept
     def bias_places(self) -> tuple[int, ...]:
         """Bytes behind the weights' first one at which each bias begins, behind all groups, and the last one ends."""
         begin = self.weight_bytes + self.groups * self.group_bytes
@@ -66,7 +67,7 @@ class ResidentStack(Resident):
         """With what its stage pads it to."""
         return round_up(round_up(self.plain[i].q, 8 * self.plain[i].nt) * self.size, 16)
 
-    @functools.cached_property
+    @kept
     def alike(self) -> tuple[range, ...]:
         """Runs of layers that one piece of code makes, so that all of a kernel's stays in its cache: those between the
         first one and the last one that differ in nothing but their tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.work import round_up
 
 SUM_REGISTERS = {"float64": 4, "float32": 4, "tf32": 1, "bfloat16": 1, "float16": 1}  # of a sum, and what goes with it
@@ -88,12 +88,12 @@ class Stage:
         """Rows of the state that a warp tile has by columns, if it is not a part of one."""
         return _down(self.inner_padded, self.nt) if self.nt else 1
 
-    @functools.cached_property
+    @kept
     def sums(self) -> int:
         """Tiles of 16 x 8 sums for a warp, as what bounds them counts them."""
         return self.mt * self.nt * SUM_REGISTERS[self.dtype]
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> int:
         if not self.mt:
             return -(-self.rows * self.inner // 32)
@@ -103,12 +103,12 @@ class Stage:
     def weight_stride(self) -> int:
         return row_step(self.p, self.dtype)
 
-    @functools.cached_property
+    @kept
     def weight_bytes(self) -> int:
         rows = round_up(self.q, 8 * self.nt if self.by_rows else 16 * self.mt) if self.mt else self.q
         return rows * self.weight_stride * ELEMENT_BYTES[self.dtype]
 
-    @functools.cached_property
+    @kept
     def layout(self) -> Layout:
         """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps,
         but for threads by columns."""
@@ -118,7 +118,7 @@ class Stage:
         step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
         return Layout(self.p, self.inner, padded * step, step)
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> int:
         """Bytes of the state that it reads, with what its tiles touch beyond the last row."""
         rows = round_up(self.rows, max(1, 16 * self.mt) if self.by_rows else self.down)
@@ -127,12 +127,12 @@ class Stage:
         )
         return round_up((rows * self.layout.row + behind) * ELEMENT_BYTES[self.dtype], 128)
 
-    @functools.cached_property
+    @kept
     def is_odd(self) -> bool:
         """Whether places of its sums have to be computed as the kernel runs, which takes registers."""
         return bool(self.mt and ((self.rows if self.by_rows else self.inner) % 8 or self.q % 8))
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         """Registers of a thread, about: sums, operands, and what the loops need. Split floats take two of each."""
         words = 2 if self.dtype in ("float32", "float64") else 1
@@ -141,7 +141,7 @@ class Stage:
             return (2 if self.dtype == "float64" else 1) * (self.p * self.q + 2 * (2 * self.p + 2)) + OTHER_OF_THREADS
         return words * (4 * self.mt * self.nt + 4 * self.mt + 2 * self.nt) + OTHER_REGISTERS[self.dtype] + places
 
-    @functools.cached_property
+    @kept
     def result_layout(self) -> Layout:
         """The layout of what it writes, where no stage follows."""
         if self.by_rows:
@@ -149,7 +149,7 @@ class Stage:
         step = _odd_eights(round_up(self.inner, 8))
         return Layout(self.q, self.inner, self.q * step, step)
 
-    @functools.cached_property
+    @kept
     def result_bytes(self) -> int:
         return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
 
@@ -216,15 +216,15 @@ class Sandwich:
     first: Stage
     second: Stage
 
-    @functools.cached_property
+    @kept
     def layout(self) -> Layout:
         return self.first.layout
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> int:
         return round_up(self.first.rows * self.layout.row * ELEMENT_BYTES[self.first.dtype], 128)
 
-    @functools.cached_property
+    @kept
     def weight_bytes(self) -> int:
         return self.first.weight_bytes + self.second.weight_bytes
 
@@ -237,7 +237,7 @@ class Sandwich:
     def tiles(self) -> int:
         return self.second.tiles
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         words = 2 if self.first.dtype == "float64" else 1
         return self.second.registers + words * 4 * self.first.mt * self.first.nt - 8

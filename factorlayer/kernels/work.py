@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 
 SIZES = "P0", "P1", "Q0", "Q1"  # of two modes, as kernels are told them
@@ -69,7 +69,7 @@ class OfTwoModes(TwoSizes):
     modes: tuple[Mode, Mode]
     dtype: str
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int, int, int]:
         first, second = self.modes
         return first.p, second.p, first.q, second.q
@@ -123,12 +123,12 @@ class Work:
         """States of x that a unit takes."""
         return self.rank if self.apart else 1
 
-    @functools.cached_property
+    @kept
     def states(self) -> list[tuple[int, ...]]:
         """Sizes before each step and after the last."""
         return self.states_of(1)
 
-    @functools.cached_property
+    @kept
     def unnumbered(self) -> Work:
         """The same work without the weights' numbers: all of its sizes are tiled as it is."""
         steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
@@ -178,7 +178,7 @@ class OfWork(Pass):
 class TakesTwoModes(OfWork, TwoSizes):
     """A pass that takes a work's only two modes at once."""
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int, int, int]:
         (p0, p1), (q0, q1) = self.work.sizes, self.work.states[-1]
         return p0, p1, q0, q1

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up
@@ -47,7 +47,7 @@ class Pair(OfWork, TwoSizes):
         """Bytes of such a piece."""
         return 2 if self.pieces > 1 else self.size
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int, int, int]:
         """p0, p1, q0, q1 of the last two modes"""
         (*_, p0, p1), (*_, q0, q1) = self.work.states[0], self.work.states[-1]
@@ -121,7 +121,7 @@ class Pair(OfWork, TwoSizes):
         """Bytes of results."""
         return self.groups * self.parts * self.results * self.n * 128
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         p0, p1, _, _ = self.sizes
         row, mixed = 128 // self.unit, self.mixed

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
@@ -38,13 +38,13 @@ class PairBackward(OfTwoModes, Grouped):
     def _tiles(self, n: int) -> tuple[int, int]:
         return self.tiles_of(n, even=self.size == 2 or self.parts % 2 == 1)
 
-    @functools.cached_property
+    @kept
     def padded(self) -> tuple[int, int, int, int]:
         _, p1, q0, q1 = self.sizes
         p1, q1 = (8 * self.parts * pieces * tiles for pieces, tiles in map(self._tiles, (p1, q1)))
         return 16 * self.rows, p1, round_up(q0, 16), q1
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         _, p1, q0, q1 = self.padded
         kept = 16 * q0 + -(-q1 // (16 * self.rows)) * 16 * p1 // self.parts
@@ -56,7 +56,7 @@ class PairBackward(OfTwoModes, Grouped):
         p0, p1, _, q1 = self.padded
         return p1 + self.padding, q1 + self.padding, p0 + self.padding
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         p0, _, q0, q1 = self.padded
         x, g, of_a = self.strides

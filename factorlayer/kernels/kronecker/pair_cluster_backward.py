@@ -3,7 +3,6 @@ pair_cluster_backward.cuh, its tiles and source."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, most_samples
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -73,13 +73,13 @@ class PairClusterBackward(OfTwoModes):
         _, _, q0, q1 = self.sizes
         return self.weights + self.bias * self.units_per_sample * q0 * q1
 
-    @functools.cached_property
+    @kept
     def sums(self) -> int:
         """Sums of a block."""
         _, p1, q0, _ = self.sizes
         return self.span * max(q0, p1)
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         p0, p1, q0, q1 = self.sizes
         padding = 8 if self.size == 2 else 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import most_samples
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import TakesTwoModes, Work
@@ -50,7 +50,7 @@ class PairFew(TakesTwoModes):
         p0, _, q0, _ = self.sizes
         return (p0 + q0) // self.rows
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> tuple[int, int]:
         """Tiles of 16 rows and of 8 columns that a warp makes at once."""
         rows, columns = self.rows // 16, self.span // 8
@@ -58,7 +58,7 @@ class PairFew(TakesTwoModes):
         wide = (n for n in (8, 4, 2, 1) if n * high <= 8 and columns % n == 0)
         return high, next((n for n in wide if rows // high * (columns // n) >= self.warps), 1)
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         """Bytes that it needs, or so many that early blocks, which go where there is room, do not gather."""
         p0, p1, _, _ = self.sizes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Mode, OfTwoModes
@@ -71,7 +71,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
     def threads(self) -> int:
         return 32 * self.warps
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         _, p1, q0, _ = self.sizes
         padding = 8 if self.size == 2 else 4

@@ -3,7 +3,6 @@ Hopper's matrix unit."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.kronecker.pair16_backward import SLAB, Pair16Backward
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
@@ -40,7 +40,7 @@ class PairMixedBackward(BlockSums):
     slots = 4  # of G
     copy_registers, registers = 56, 224  # of a thread, by what its warpgroup does
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """Sizes p, p0, p1, q, q0, q1."""
         small, first, second = self.modes

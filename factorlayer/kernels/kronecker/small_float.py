@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.work import Mode, OfWork, Work
 
 SIZES = (4, 8)
@@ -107,7 +107,7 @@ class SmallFloat(OfWork):
     def threads(self) -> int:
         return self.sizes.columns
 
-    @functools.cached_property
+    @kept
     def blocks_per_sm(self) -> int:
         """Blocks that a multiprocessor has at once."""
         return min((self.gpu.shared + 1024) // (self.sizes.shared + 1024), 65536 // (self.threads * REGISTERS))

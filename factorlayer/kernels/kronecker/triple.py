@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
@@ -50,7 +50,7 @@ class Triple(OfWork):
     asks = ()
     depth, shares = 0, 1  # as backward has them
 
-    @functools.cached_property
+    @kept
     def pair(self) -> Pair:
         """The pass of the last two modes, which this one is made of."""
         work = self.work
@@ -110,7 +110,7 @@ class Triple(OfWork):
         """Bytes of results of a warpgroup that contracts the first mode."""
         return self.n * 128 if self.size == 2 else 0
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         staged = self.groups * self.pair.parts * self.sent * 64 * self.size
         results = self.last * self.result_bytes

@@ -6,7 +6,6 @@ and a warp the sums of two.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import round_up
@@ -114,7 +114,7 @@ class Monarch(OfMonarch):
         line = self.depth * self.size
         return self.groups * self.tiles * 8 * (line if line % 128 == 0 else self.row_bytes(self.depth))
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         barriers = 16 * (self.warps_m + self.teams * self.slots)
         return self.weight_bytes + self.teams * self.slots * self.slot_bytes + self.result_bytes + barriers

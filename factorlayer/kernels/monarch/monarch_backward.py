@@ -6,13 +6,13 @@ in order.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.monarch.layer import OfMonarch
 from factorlayer.kernels.passes import OneSpread, fastest
@@ -92,7 +92,7 @@ class MonarchGradient(_Both, BlockSums):
         """Columns of x that a block has."""
         return 4 * self.wk * 4 // self.rank * self.both[0].p
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         first, second = self.both
         row = 128 if self.wgmma else self.row_bytes(second.q)
@@ -216,7 +216,7 @@ class MonarchBack(_Both):
         """Bytes of grad_y turned, for one sample."""
         return self.both[1].inner * _slabs(self.both[1].q * self.size) * 128
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         first, second = self.both

@@ -6,7 +6,6 @@ What lies between stays on chip, as in monarch.py, which takes what this one doe
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest, tensor_map
 from factorlayer.maths.chain import Chain
@@ -48,7 +48,7 @@ class MonarchMapped(OfMonarch):
     dtype = "tf32"
     threads = THREADS
 
-    @functools.cached_property
+    @kept
     def period(self) -> int:
         """Groups of the first contraction after which slabs and pairs of four numbers begin together."""
         p, units = self.chain.contractions[0].p, self.rank // 4
@@ -73,7 +73,7 @@ class MonarchMapped(OfMonarch):
     def slot_bytes(self) -> int:
         return self.each * -(-self.chain.contractions[0].p // SLAB) * self.rank * HELD * 128
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         room = self.slabs * (ROWS * 128 + 16) + self.slots * (self.slot_bytes + 16)

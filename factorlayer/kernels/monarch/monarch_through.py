@@ -6,7 +6,6 @@ Tiles are as large as a block's memory allows, which holds their state alone: we
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest, tensor_map
 from factorlayer.maths.chain import Chain
@@ -67,7 +67,7 @@ class MonarchThrough(OfMonarch):
     def exchange(self) -> int:
         return 2 * 256 * self.n // 2 * self.half
 
-    @functools.cached_property
+    @kept
     def slots(self) -> tuple[int, int]:
         """Slots of x, of which there is a tile at most, and of weights, which come first: they are more."""
         room, of_x = self.gpu.shared - 1024 - self.exchange, ROWS * 128 + 16

@@ -6,11 +6,11 @@ For groups of up to 256 q's, of grad_y that lies by slabs of 32 samples.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import AtOneVisit
 from factorlayer.kernels.passes import MOST_BLOCKS, tensor_map
 from factorlayer.maths.chain import Chain
@@ -46,7 +46,7 @@ class SlabBackward(AtOneVisit):
     def slot_bytes(self) -> int:
         return 128 * (self.contraction.q + COLUMNS)
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         room = (self.gpu.shared - 1024 - self.weight_bytes) // (self.slot_bytes + 16)
         return min(MOST_SLOTS, room // 2 * 2)

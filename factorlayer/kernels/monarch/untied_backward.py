@@ -6,7 +6,6 @@ For groups whose sums, of all q's, a block's registers can hold: up to 256 q's. 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, AtOneVisit
 from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
 from factorlayer.kernels.work import round_up
@@ -86,7 +86,7 @@ class UntiedBackward(AtOneVisit):
     def slot_bytes(self) -> int:
         return self.together * (self.left + self.right) * SLAB_BYTES
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         return min(MOST_SLOTS, (self.gpu.shared - 1040 - self.weight_bytes) // (self.slot_bytes + 16))
 

@@ -5,7 +5,6 @@ What counts is how soon all of a weight is on its way, and how few kernels wait 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
@@ -291,7 +291,7 @@ class FewPass(Pass):
         first, second = self.chain.contractions
         return first, second
 
-    @functools.cached_property
+    @kept
     def rank(self) -> int:
         first, second = self.both
         return first.q // second.inner

@@ -6,7 +6,6 @@ Products, groups and layouts are those of streamed.py; what maps cannot describe
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
 
@@ -51,11 +51,11 @@ class Mapped(Pass):
     def slot_bytes(self) -> int:
         return 128 * (ROWS + self.n)
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.slots * (self.slot_bytes + 16) + 1024
@@ -91,7 +91,7 @@ class Mapped(Pass):
     def output_bytes(self) -> int:
         return self.product.y_features * 4
 
-    @functools.cached_property
+    @kept
     def lines(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
         """Of the weights' map: sizes behind k but the last one, rows of the weight from one to the next along each,
         lines' lengths in runs, and rows from one line's first to the next one's. A thread has columns 8 n + 2 t + e of

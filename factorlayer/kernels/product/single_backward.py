@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
 from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.work import round_up
@@ -65,7 +65,7 @@ class SingleBackward(OfOneFactor, Grouped):
     def at_once(self) -> int:
         return 4 if self.dtype in ("float32", "float64") or self.contraction.q > 64 else 8
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> tuple[int, int]:
         """Pieces of a part of dX's columns, and tiles in each."""
         return self.tiles_of(self.span if self.by_columns else self.contraction.p, even=self.size == 2)
@@ -80,14 +80,14 @@ class SingleBackward(OfOneFactor, Grouped):
         """Turns of a warp, by rows: it makes 16 rows of the weight's gradient in each."""
         return -(-round_up(self.contraction.q, 16) // (16 * self.rows))
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         q = round_up(self.contraction.q, 16)
         if self.by_columns:
             return self.registers_of(16 * q, HELD[self.dtype] * q, self.tiles[1])
         return self.registers_of(self.turns * 16 * self.columns // self.parts, 0, self.tiles[1])
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         pad, q = self.padding, round_up(self.contraction.q, 16)
         rows, x = 16 * self.rows, self.columns + pad

@@ -6,7 +6,6 @@ ours: a pass writes what the next one contracts contiguously.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -77,15 +77,15 @@ class Product:
     through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
     unturned: bool = False  # y is [sample][group][q], and the pass behind turns it
 
-    @functools.cached_property
+    @kept
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
-    @functools.cached_property
+    @kept
     def by_rows(self) -> bool:
         return not self.contraction.tied or self.contraction.inner == 1
 
-    @functools.cached_property
+    @kept
     def groups(self) -> int:
         c = self.contraction
         return 1 if c.tied else c.outer * c.inner
@@ -253,7 +253,7 @@ class Streamed(Pass):
         """Groups of a block."""
         return self.wg * self.steps
 
-    @functools.cached_property
+    @kept
     def columns(self) -> int:
         """Columns of a block and group, by rows: whole b's where groups take turns in y."""
         b = self.product.b
@@ -271,7 +271,7 @@ class Streamed(Pass):
     def threads(self) -> int:
         return 32 * self.warps
 
-    @functools.cached_property
+    @kept
     def slot_bytes(self) -> int:
         if self.product.by_rows:
             elements = self.wg * (self.bm + self.bn) * self.bk
@@ -280,7 +280,7 @@ class Streamed(Pass):
             elements = (self.bm + column) * self.bk
         return elements * self.product.size
 
-    @functools.cached_property
+    @kept
     def line(self) -> int:
         """Elements of a row of the result."""
         return self.columns * self.groups if self.product.by_rows else self.bn
@@ -289,7 +289,7 @@ class Streamed(Pass):
     def result_bytes(self) -> int:
         return (self.bm + 1) * self.line * self.product.size
 
-    @functools.cached_property
+    @kept
     def total_chunks(self) -> int:
         p = self.product
         return self.steps * (p.terms if p.terms_out == 1 else 1) * -(-p.contraction.p // self.bk)
@@ -299,11 +299,11 @@ class Streamed(Pass):
         """The place of the result: that of the slots if they are not needed any more."""
         return 0 if self.steps == 1 else round_up(self.slots * self.slot_bytes, 128)
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         return max(self.slots * self.slot_bytes, self.result + self.result_bytes)
 
-    @functools.cached_property
+    @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
         return max(
@@ -367,7 +367,7 @@ class Streamed(Pass):
         told |= {"BY_ROWS": p.by_rows, "ROUND_X": not p.ours_in, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
-    @functools.cached_property
+    @kept
     def run_starts(self) -> list[int]:
         """Elements from one run of a result's row to the next, by rows; the last one is what a run has."""
         p, c = self.product, self.product.contraction

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
 
@@ -35,7 +35,7 @@ class Turn(Pass):
     blocks = BLOCKS
     blocks_per_sm = 0  # as many as there is work
 
-    @functools.cached_property
+    @kept
     def tile(self) -> tuple[int, int, int]:
         """Rows and columns, 128 bytes of each, and tiles side by side. Few columns are all in one, with rows of many
         matrices, and few rows in several."""

@@ -6,7 +6,6 @@ unless they are floats, whose weights are split, and padded, by another pass.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
@@ -126,11 +126,11 @@ class Wide(Pass):
         """Bytes that a block is given by the other one of two."""
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.slot_bytes + self.stage_extra))
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + 1024
@@ -183,7 +183,7 @@ class Wide(Pass):
         most = (16 if self.product.dtype == "tf32" else 4) << 20
         return 1 if self.product.weights * self.product.size < most else 16
 
-    @functools.cached_property
+    @kept
     def _is_small(self) -> bool:
         """Whether blocks have to be found along y of the grid."""
         rows = self.batch * self.product.outer

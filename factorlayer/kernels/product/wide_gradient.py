@@ -6,13 +6,13 @@ as doubles are. Rows that are no multiple of 16 bytes are taken out of the piece
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.kernels.work import round_up
@@ -87,7 +87,7 @@ class WideGradient(TileSums):
         more = round_up(self.sums + left + OTHER_REGISTERS, 8)
         return (more, TOGETHER - 2 * more, most) if more > TOGETHER // 3 else (0, 0, most)
 
-    @functools.cached_property
+    @kept
     def held(self) -> int:
         """Chunks on their way through the producers' registers."""
         if not self.loads_left:
@@ -125,20 +125,20 @@ class WideGradient(TileSums):
     def ones_bytes(self) -> int:
         return 2048 if self.bias else 0
 
-    @functools.cached_property
+    @kept
     def taken(self) -> tuple[tuple[int, int], ...]:
         """Features and slabs of states whose rows are no whole pieces: they are taken apart, of 32 bits then both."""
         states = (self.contraction.q, self.bm // 64), (self.contraction.p, -(-self.bn // 64))
         loose = tuple(state for state in states if state[0] * self.size % 16)
         return states if loose and self.size == 4 else loose
 
-    @functools.cached_property
+    @kept
     def piece_bytes(self) -> int:
         """Bytes of a chunk of pieces."""
         pieces = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
         return 16 * self.chunk * sum(pieces)
 
-    @functools.cached_property
+    @kept
     def ahead(self) -> int:
         """Chunks of pieces on their way, while one is taken apart."""
         if not self.taken:
@@ -153,7 +153,7 @@ class WideGradient(TileSums):
         """Where one state is copied to its place while the other's pieces are on their way, more than these."""
         return (3, ahead + 2, 2)[len(self.taken)]
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         return self._stages(self.ahead)
 
@@ -177,7 +177,7 @@ class WideGradient(TileSums):
     def threads(self) -> int:
         return 128 * self.consumers + PRODUCERS
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> int:
         c = self.contraction
         return -(-c.q // self.bm) * -(-c.p // self.bn) * (1 if c.tied else c.outer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from factorlayer.activations.functions import of_value
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, function, kinds, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_TENSORS, Pass
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -44,7 +44,7 @@ class Dense(Pass):
         """k's of a product."""
         return 32 // self.size
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Sizes p, q of each layer."""
         return tuple((chain.in_features, chain.out_features) for chain in self.layers)
@@ -58,7 +58,7 @@ class Dense(Pass):
     def threads(self) -> int:
         return 128 * self.groups
 
-    @functools.cached_property
+    @kept
     def places(self) -> tuple[tuple[int, int], ...]:
         """Bytes of shared memory at which each layer's weight and bias begin, and at which the last one's end."""
         found, at = [], 0
@@ -82,7 +82,7 @@ class Dense(Pass):
     def stored(self) -> tuple[int, ...]:
         return tuple(q for _, q in self.sizes) if self.states else (self.sizes[-1][1],)
 
-    @functools.cached_property
+    @kept
     def packed(self) -> tuple[int, ...]:
         """Of a warp's bytes in shared memory: where rows that pass through it lie, those stored, 8 at once, behind them
         each kind of those taken, 16 at once, and where they end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import BlockSums, Reduction
 from factorlayer.kernels.stack.dense import PRODUCT_US, Dense
 from factorlayer.kernels.stack.dense import tile as tile_forward
@@ -43,7 +43,7 @@ class DenseBackward(BlockSums, Dense):
         k, n = self.columns(i)
         return -(-k // 64) * n < -(-n // 64) * k
 
-    @functools.cached_property
+    @kept
     def own(self) -> dict[str, int]:
         """Bytes of a warpgroup: where each layer's input, its slopes and the gradients behind layers lie, and all."""
         found, at = {}, 0
@@ -83,7 +83,7 @@ class DenseBackward(BlockSums, Dense):
         ahead = (self.columns(0)[0] + self.columns(len(self.layers) - 1)[1]) // 4
         return kept + passing + ahead + OTHER_REGISTERS
 
-    @functools.cached_property
+    @kept
     def sums(self) -> tuple[int, ...]:
         """The place where each layer's sums begin: of its weight, and behind them of its bias."""
         sizes = [p * q + q * chain.bias for (p, q), chain in zip(self.sizes, self.layers, strict=True)]

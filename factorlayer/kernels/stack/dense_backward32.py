@@ -3,7 +3,6 @@ and layer_backward32.cuh, which is for one layer of many weights."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.work import round_up
@@ -37,7 +37,7 @@ class DenseBackward32(DenseBackward):
     def stored(self) -> tuple[int, ...]:
         return ()
 
-    @functools.cached_property
+    @kept
     def backs(self) -> tuple[int, ...]:
         """Bytes of shared memory at which each layer's weight by outputs begins, and, behind the last one, ones."""
         found = [self.places[-1][0]]
@@ -57,7 +57,7 @@ class DenseBackward32(DenseBackward):
         rows = round_up(k, 8 if left else 64), round_up(n, 64 if left or self.layers[i].bias else 8)
         return SAMPLES_BYTES * rows[0], SAMPLES_BYTES * rows[1]
 
-    @functools.cached_property
+    @kept
     def own(self) -> dict[str, int]:
         """Bytes of a warpgroup: where what each layer reads, slopes and gradients of sums lie, and all."""
         found, at = {}, 0
@@ -75,7 +75,7 @@ class DenseBackward32(DenseBackward):
     def shared(self) -> int:
         return self.own_at + self.groups * self.own["all"]
 
-    @functools.cached_property
+    @kept
     def tiles(self) -> tuple[tuple[int, int], ...]:
         """64s of rows, and columns, of the sums of each layer's weight."""
         found = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_TENSORS, Preparing, fastest
 from factorlayer.kernels.product.streamed import LOADED_US, PART_US
 from factorlayer.kernels.stack.dense import Dense
@@ -54,7 +54,7 @@ class DenseStreamed(Dense):
         """k's of a slab."""
         return 4 * self.step
 
-    @functools.cached_property
+    @kept
     def shapes(self) -> tuple[Columns, ...]:
         """The shape of each layer. As many rows as the largest chunk has are filled by several slabs of smaller
         ones."""
@@ -74,7 +74,7 @@ class DenseStreamed(Dense):
     def columns(self, i: int) -> tuple[int, int]:
         return self.shapes[i].k, self.shapes[i].n
 
-    @functools.cached_property
+    @kept
     def state_places(self) -> tuple[int, ...]:
         """Where x and what each layer but the last one makes begin in a warpgroup's bytes, and where all end. x has a
         place of its own; what is made in several passes may not lie where they read, all else does."""
@@ -110,7 +110,7 @@ class DenseStreamed(Dense):
         """Bytes of shared memory beside the slots: states, biases, results and x's barriers."""
         return self.groups * self.state_places[-1] + self.bias_bytes + self.results_bytes + 16
 
-    @functools.cached_property
+    @kept
     def results_bytes(self) -> int:
         """Bytes of shared memory for results whose rows 16 bytes do not divide, if there is room: from there they leave
         by whole sectors."""
@@ -120,7 +120,7 @@ class DenseStreamed(Dense):
         fits = row % 16 and self.shapes[-1].passes == 1 and left >= LEAST_SLOTS * (128 * self.slot_rows + 16)
         return bytes_ if fits else 0
 
-    @functools.cached_property
+    @kept
     def chunk_places(self) -> tuple[int, ...]:
         """Bytes of memory at which each layer's chunks begin, if they are put there, and at which they end."""
         slabs = (c.passes * c.parts * -(-c.k // self.slab) for c in self.shapes)
@@ -149,7 +149,7 @@ class DenseStreamed(Dense):
         """Whether that pass runs each time, so that this one can start meanwhile."""
         return self.in_chunks and not self.frozen
 
-    @functools.cached_property
+    @kept
     def slots(self) -> int:
         return min(MOST_SLOTS, (self.gpu.shared - self.rest_bytes) // (128 * self.slot_rows + 16))
 
