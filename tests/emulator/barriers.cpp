@@ -295,7 +295,7 @@ void sync_warp() { meet_at(warp_meetings[current / 32], 32, "a warp's barrier");
 
 void together(const char* what, void* mine, void (*act)(void* const* of_lanes)) {
   Gathering& lanes = gatherings[current / 32];
-  if (lanes.here && strcmp(lanes.what, what)) error("lanes of a warp at %s and at %s", what, lanes.what);
+  if (lanes.here && lanes.what != what && strcmp(lanes.what, what)) error("lanes of a warp at %s and at %s", what, lanes.what);
   lanes.what = what, lanes.of_lanes[current % 32] = mine;
   const long count = lanes.count;
   if (++lanes.here < 32) return wait_until(what, [&lanes, count] { return lanes.count != count; });

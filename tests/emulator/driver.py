@@ -25,6 +25,7 @@ from factorlayer.plan.plan import Plan
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
 KERNEL = ["-Og", "-fstack-reuse=none"]  # its compiler takes longer than it does
+EMULATOR = ["-O3", "-mavx2"]  # which most of a kernel's time is in
 LINK = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # a fifth of the other one's time
 SECONDS = 600  # for a kernel, on a machine that has much else to do
 Array = NDArray[np.float64]
@@ -95,7 +96,9 @@ class Emulator:
 
     def object_of(self, path: Path) -> Path:
         """Of a file of the emulator."""
-        return once(self.made / f"{path.stem}.o", lambda part: compile_cpp(["-O3", "-c", str(path), "-o", str(part)]))
+        return once(
+            self.made / f"{path.stem}.o", lambda part: compile_cpp([*EMULATOR, "-c", str(path), "-o", str(part)])
+        )
 
     def program(self, number: int, text: str) -> Path:
         """Of a kernel. Without `shared` the next one takes its place."""
@@ -261,7 +264,7 @@ def made_from() -> str:
     """A name for the compiler, its flags and all files of the emulator: programs of others are not these."""
     version = subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
     files = [path.read_text() for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h", ".cuh")]
-    return name_of(version, *COMPILE, *KERNEL, *LINK, *files)
+    return name_of(version, *COMPILE, *KERNEL, *EMULATOR, *LINK, *files)
 
 
 def compile_cpp(arguments: list[str]) -> None:

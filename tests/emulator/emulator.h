@@ -48,6 +48,22 @@ void sync_warp();
 // What the lanes of a warp do at once: the last one to come does it for all, given what each of them brought.
 void together(const char* what, void* mine, void (*act)(void* const* of_lanes));
 
+// ldmatrix and stmatrix: lane 8 m + r names row r of matrix m; a lane holds two neighbours of row lane / 4, or of that
+// column. What these and the products below do is compiled once, and faster than kernels are.
+struct Matrices {
+  uint32_t* x;
+  unsigned char* at;
+  int count;
+  bool transposed;
+  static void load(void* const* of_lanes);
+  static void store(void* const* of_lanes);
+};
+// mma.sync: Y[16, 8] += A[16, K] B[K, 8] of what the lanes hold: EACH neighbouring k's in a register.
+template <class R, int K, int EACH> struct Product {
+  R *y, a[4 * EACH], b[2 * EACH];
+  static void make(void* const* of_lanes);
+};
+
 float float_of_f16(uint16_t bits);
 uint16_t f16_of(float x);
 uint16_t bf16_of(float x);

@@ -250,64 +250,23 @@ inline void wait_for_stores() { emulator::wait_for_stores(); }
 inline void fence_copies_of_memory() {}
 inline void fence_copy_engine() { emulator::fence(); }
 
-// Lane 8 m + r names row r of matrix m; a lane holds two neighbours of row lane / 4, or of that column.
-template <bool TRANSPOSED, int N> struct Matrices {
-  u32* x;
-  u32 row;
-  const unsigned char* at;
-  static void load(void* const* lanes) {
-    const auto lane = [&](int i) { return static_cast<Matrices*>(lanes[i]); };
-    for (int i = 0; i < 32; ++i)
-      for (int m = 0; m < N; ++m) {
-        u16 word[2];
-        for (int half = 0; half < 2; ++half) {
-          const int near = i / 4, far = i % 4 * 2 + half, r = TRANSPOSED ? far : near, c = TRANSPOSED ? near : far;
-          memcpy(&word[half], lane(m * 8 + r)->at + c * 2, 2);
-        }
-        lane(i)->x[m] = word[0] | u32(word[1]) << 16;
-      }
-  }
-};
 template <bool TRANSPOSED, int N> inline void load_matrices(u32 (&x)[N], u32 row) {
-  Matrices<TRANSPOSED, N> mine = {x, row, nullptr};
+  emulator::Matrices mine = {x, nullptr, N, TRANSPOSED};
   if (threadIdx.x % 32 < 8 * N) mine.at = static_cast<unsigned char*>(emulator::read(row, 16));
-  emulator::together("ldmatrix", &mine, Matrices<TRANSPOSED, N>::load);
+  emulator::together("ldmatrix", &mine, mine.load);
 }
 inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
-  struct Given { const u32* x; unsigned char* at; } mine = {x, static_cast<unsigned char*>(emulator::write(row, 16))};
-  emulator::together("stmatrix", &mine, [](void* const* lanes) {
-    const auto lane = [&](int i) { return static_cast<Given*>(lanes[i]); };
-    for (int i = 0; i < 32; ++i)
-      for (int c = 0; c < 8; ++c) {
-        const u16 word = u16(lane(c * 4 + i % 8 / 2)->x[i / 8] >> i % 2 * 16);
-        memcpy(lane(i)->at + c * 2, &word, 2);
-      }
-  });
+  u32 words[4] = {x[0], x[1], x[2], x[3]};
+  emulator::Matrices mine = {words, static_cast<unsigned char*>(emulator::write(row, 16)), 4, true};
+  emulator::together("stmatrix", &mine, mine.store);
 }
 
-// Y[16, 8] += A[16, K] B[K, 8] of what the lanes hold: EACH neighbouring k's in a register.
-template <class R, int K, int EACH> struct Product {
-  R *y, a[4 * EACH], b[2 * EACH];
-  static void make(void* const* lanes) {
-    const auto lane = [&](int i) { return static_cast<Product*>(lanes[i]); };
-    for (int i = 0; i < 32 * 4; ++i) {
-      const int t = i / 4, r = t / 4 + i % 4 / 2 * 8, c = t % 4 * 2 + i % 2;
-      R sum = lane(t)->y[i % 4];
-      for (int k = 0; k < K; ++k) {
-        const int holder = k % (4 * EACH) / EACH, half = k / (4 * EACH);
-        sum += lane(r % 8 * 4 + holder)->a[(r / 8 + half * 2) * EACH + k % EACH] *
-               lane(c * 4 + holder)->b[half * EACH + k % EACH];
-      }
-      lane(t)->y[i % 4] = sum;
-    }
-  }
-};
 template <class Element, int K> inline void multiply_halves(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   const auto value = [](const u32* words, int i) {
     const u16 bits = u16(words[i / 2] >> i % 2 * 16);
     return kIsBf16<Element> ? __uint_as_float(u32(bits) << 16) : emulator::float_of_f16(bits);
   };
-  Product<float, K, 2> mine = {y, {}, {}};
+  emulator::Product<float, K, 2> mine = {y, {}, {}};
   for (int i = 0; i < K / 2; ++i) mine.a[i] = value(a, i);
   for (int i = 0; i < K / 4; ++i) mine.b[i] = value(b, i);
   emulator::together("mma.sync of 16 bits", &mine, mine.make);
@@ -319,13 +278,13 @@ template <class Element> inline void multiply_8(float (&y)[4], const u32 (&a)[4]
   multiply_halves<Element, 8>(y, a, b);
 }
 inline void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  Product<float, 8, 1> mine = {y, {}, {}};
+  emulator::Product<float, 8, 1> mine = {y, {}, {}};
   for (int i = 0; i < 4; ++i) mine.a[i] = __uint_as_float(emulator::truncated_to_tf32(a[i]));
   for (int i = 0; i < 2; ++i) mine.b[i] = __uint_as_float(emulator::truncated_to_tf32(b[i]));
   emulator::together("mma.sync of tf32", &mine, mine.make);
 }
 inline void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
-  Product<double, 8, 1> mine = {y, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  emulator::Product<double, 8, 1> mine = {y, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   emulator::together("mma.sync of doubles", &mine, mine.make);
 }
 

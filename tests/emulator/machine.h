@@ -83,7 +83,7 @@ struct Store {
   u32 from, bytes;
 };
 // Products of one group, with what was known when it was committed.
-struct Product {
+struct GroupProduct {
   Kind kind;
   int n;
   float* sums;
@@ -93,7 +93,7 @@ struct Product {
   bool add, left_turned, turned;  // A, if it is in shared memory, and B
 };
 struct Group {
-  vector<Product> products;
+  vector<GroupProduct> products;
   Snapshot clock;
 };
 struct Thread {
@@ -109,7 +109,7 @@ struct Thread {
   bool opened = false;
   long committed = 0;
   u32 waits = 0;  // for products
-  vector<Product> products;
+  vector<GroupProduct> products;
   std::deque<Group> groups;
   std::map<float*, vector<float>> in_flight;  // sums
   int landings = 0;  // of its own that are still to come

@@ -42,4 +42,26 @@ void wait_for_copies(int pending) {
     }
 }
 
+void Matrices::load(void* const* of_lanes) {
+  const auto lane = [&](int i) { return static_cast<const Matrices*>(of_lanes[i]); };
+  for (int i = 0; i < 32; ++i)
+    for (int m = 0; m < lane(i)->count; ++m) {
+      u16 word[2];
+      for (int half = 0; half < 2; ++half) {
+        const int near = i / 4, far = i % 4 * 2 + half;
+        const bool transposed = lane(i)->transposed;
+        memcpy(&word[half], lane(m * 8 + (transposed ? far : near))->at + (transposed ? near : far) * 2, 2);
+      }
+      lane(i)->x[m] = word[0] | u32(word[1]) << 16;
+    }
+}
+void Matrices::store(void* const* of_lanes) {
+  const auto lane = [&](int i) { return static_cast<const Matrices*>(of_lanes[i]); };
+  for (int i = 0; i < 32; ++i)
+    for (int c = 0; c < 8; ++c) {
+      const u16 word = u16(lane(c * 4 + i % 8 / 2)->x[i / 8] >> i % 2 * 16);
+      memcpy(lane(i)->at + c * 2, &word, 2);
+    }
+}
+
 }  // namespace emulator

@@ -1,4 +1,5 @@
-// wgmma: products are made when they are waited for; until then their operands may not change, and the sums are NaN.
+// Products of matrices. Those of wgmma are made when they are waited for; until then their operands may not change, and the
+// sums are NaN.
 #include <immintrin.h>
 
 #include "machine.h"
@@ -61,7 +62,7 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
   }
   static float a[16][16], b[16][256], made[16][256];  // b by its k's, as are a's: sums beside each other are made at once
   for (size_t i = 0; i < group.products.size(); ++i) {
-    const Product& product = group.products[i];
+    const GroupProduct& product = group.products[i];
     const int size = product.kind == Kind::tf32 ? 4 : 2, each = 16 / size;
     const auto load = [&](u64 description, bool turned, int first, int count, auto put) {
       for (int r = 0; r < count && !turned; ++r)
@@ -79,7 +80,7 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
     if (!product.registers)
       load(product.a, product.left_turned, current / 32 % 4 * 16, 16, [](int r, int k, float x) { a[r][k] = x; });
     for (int lane = 0; lane < 32; ++lane) {
-      const Product& its = lanes[lane].groups[number].products[i];
+      const GroupProduct& its = lanes[lane].groups[number].products[i];
       if (its.b != product.b || its.n != product.n || its.add != product.add || its.turned != product.turned ||
           its.left_turned != product.left_turned ||
           (!its.registers && its.a != product.a))
@@ -113,7 +114,7 @@ void return_sums(Thread& thread) {
   for (auto sums = thread.in_flight.begin(); sums != thread.in_flight.end();) {
     const bool is_used = std::any_of(thread.groups.begin(), thread.groups.end(), [&](const Group& group) {
       return std::any_of(group.products.begin(), group.products.end(),
-                         [&](const Product& product) { return product.sums == sums->first; });
+                         [&](const GroupProduct& product) { return product.sums == sums->first; });
     });
     if (is_used) {
       ++sums;
@@ -127,6 +128,33 @@ void return_sums(Thread& thread) {
 }
 
 }  // namespace
+
+// Sums beside each other are made at once, each of them in the order of its k's.
+template <class R, int K, int EACH> void Product<R, K, EACH>::make(void* const* of_lanes) {
+  R y[16][8], a[16][K], b[K][8];
+  const auto each = [&](auto act) {
+    for (int i = 0; i < 32; ++i) act(*static_cast<Product*>(of_lanes[i]), i / 4, i % 4);
+  };
+  each([&](const Product& lane, int line, int place) {
+    for (int i = 0; i < 4; ++i) y[line + i / 2 * 8][place * 2 + i % 2] = lane.y[i];
+    for (int half = 0; half < K / (4 * EACH); ++half)
+      for (int next = 0; next < EACH; ++next) {
+        const int k = (half * 4 + place) * EACH + next;
+        for (int i = 0; i < 2; ++i) a[line + i * 8][k] = lane.a[(half * 2 + i) * EACH + next];
+        b[k][line] = lane.b[half * EACH + next];
+      }
+  });
+  for (int r = 0; r < 16; ++r)
+    for (int k = 0; k < K; ++k)
+      for (int c = 0; c < 8; ++c) y[r][c] += a[r][k] * b[k][c];
+  each([&](const Product& lane, int line, int place) {
+    for (int i = 0; i < 4; ++i) lane.y[i] = y[line + i / 2 * 8][place * 2 + i % 2];
+  });
+}
+template struct Product<float, 16, 2>;
+template struct Product<float, 8, 2>;
+template struct Product<float, 8, 1>;
+template struct Product<double, 8, 1>;
 
 float float_of_f16(uint16_t bits) { return _cvtsh_ss(bits); }
 uint16_t f16_of(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
@@ -147,7 +175,7 @@ void multiply(Kind kind, int n, float* sums, const uint32_t* registers, uint64_t
     kept.assign(sums, sums + n / 2);
     for (int i = 0; i < n / 2; ++i) memcpy(&sums[i], &kPoison, 4);
   }
-  Product product = {kind, n, sums, registers, {}, a, b, add, left_turned, turned};
+  GroupProduct product = {kind, n, sums, registers, {}, a, b, add, left_turned, turned};
   if (registers) std::copy(registers, registers + 4, product.held);
   thread.products.push_back(product);
 }
