@@ -10,6 +10,7 @@ import math
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,8 @@ GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
 # Of functions, counted with their returns, for a plan: a million is about 0.2 s. A clock would measure the machine.
 MOST_CALLS = 2_000_000
+# Of a thread, in which no processor makes so many: counting takes longer than planning does, and is for what may be long.
+LEAST_SECONDS = 0.05
 
 gpus = pytest.mark.parametrize("gpu", [Gpu.of(arch) for arch in GENERATIONS], ids=lambda gpu: f"sm_{gpu.arch}")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -243,16 +246,39 @@ def check_plan(found: Plan, chain: Chain) -> None:
 @pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
 def test_every_layer_has_a_plan(spec: LayerSpec, dtype: str, gpu: Gpu) -> None:
     chain, batch = chain_of(spec), a_batch(spec, dtype, gpu.arch)
+    begin = time.thread_time()
+    found = plan(chain, dtype, batch, gpu)
+    is_long = time.thread_time() - begin > LEAST_SECONDS
+    check_plan(found, chain)
+    if is_long:
+        check_calls(chain, dtype, batch, gpu)
+
+
+def check_calls(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> int:
+    """How many a plan takes of which nothing is kept."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("factorlayer.plan.", "factorlayer.kernels.")):
+            for each in vars(module).values():
+                if hasattr(each, "cache_clear"):
+                    each.cache_clear()
     calls = itertools.count()
     before = sys.getprofile()
     sys.setprofile(lambda *_: next(calls))
     try:
-        found = plan(chain, dtype, batch, gpu)
+        plan(chain, dtype, batch, gpu)
     finally:
         sys.setprofile(before)
-    check_plan(found, chain)
     taken = next(calls)
     assert taken < MOST_CALLS, f"planning took {taken} calls and returns"
+    return taken
+
+
+def test_planning_is_counted() -> None:
+    taken = [
+        check_calls(chain_of(kronecker(*sizes)), "float32", 1000, Gpu.of(90))
+        for sizes in (((8,), (8,)), ((8, 8), (8, 8)))
+    ]
+    assert 1000 < taken[0] < taken[1]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 17, 64, 1000, 65537, 10**6])
