@@ -72,7 +72,7 @@ GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
 # Of functions, counted with their returns, for a plan: a million is about 0.2 s. A clock would measure the machine.
 MOST_CALLS = 2_000_000
-# Of a thread, in which no processor makes so many: counting takes longer than planning does, and is for what may be long.
+# Of a thread, in which no processor makes so many: counting takes longer than planning, and is for what may be long.
 LEAST_SECONDS = 0.05
 
 gpus = pytest.mark.parametrize("gpu", [Gpu.of(arch) for arch in GENERATIONS], ids=lambda gpu: f"sm_{gpu.arch}")

@@ -32,7 +32,8 @@ INSTRUCTIONS = {
 
 def together(*times: float) -> float:
     """Microseconds of units that work side by side, but not perfectly."""
-    return max(times) + OVERLAP * (sum(times) - max(times))
+    slowest = max(times)
+    return slowest + OVERLAP * (sum(times) - slowest)
 
 
 Places = TypeVar("Places", int, NDArray[np.int64])

@@ -22,11 +22,11 @@ class Mode:
 
     parts: tuple[tuple[int, int, int], ...]
 
-    @property
+    @kept
     def p(self) -> int:
         return math.prod(p for _, _, p in self.parts)
 
-    @property
+    @kept
     def q(self) -> int:
         return math.prod(q for _, q, _ in self.parts)
 

@@ -403,7 +403,7 @@ def batches_of(product: Product, batch: int) -> tuple[int, ...]:
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too."""
     batches = batches_of(product, batch)
-    tilings = dict.fromkeys(plan for batch in batches for plan in _tilings(product, batch, gpu))
+    tilings = (plan for batch in batches for plan in _tilings(product, batch, gpu))
     plan = min(tilings, key=lambda plan: math.prod(time(plan, batch) for batch in batches))
     return replace(plan, us=time(plan, batches[-1]))
 
@@ -485,8 +485,10 @@ def _copies(plan: Streamed) -> bool:
 def _deepest(plan: Streamed) -> Streamed:
     """The tiling with as many slots as change nothing else."""
     for slots in (4, 3):
+        if slots > plan.total_chunks + 1:
+            continue
         deeper = replace(plan, slots=slots)
-        if slots <= plan.total_chunks + 1 and deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
+        if deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
             return deeper
     return plan
 
