@@ -2225,6 +2225,8 @@ def test_cases_cover_the_families() -> None:
 
 
 RESIDENT = Case(kronecker((32, 24), (40, 24)), "float32", 70, MEDIUM)
+RESIDENT_SUMS = Case(kronecker((30, 30, 5), (30, 30, 5), rank=3), "bfloat16", 9, LARGE)
+LEAVING = Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM)
 STREAMED = Case(monarch((8, 9, 4), (6, 10, 5)), "bfloat16", 70, LARGE)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 300, SOME, processors=4)
@@ -2237,7 +2239,14 @@ FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
     "no-sync-between-stages": (RESIDENT, "\n    sync();\n  }\n", "\n  }\n", "race: a read"),
-    "no-fence-before-stores": (RESIDENT, "fence_copy_engine();\n    sync();", "sync();", "no fence: the copy"),
+    "no-sync-of-x": (
+        RESIDENT_SUMS,
+        "sync();  // x is there, and the last tile's result has left",
+        "",
+        "race: a",
+    ),
+    "no-sync-before-x": (RESIDENT_SUMS, "c.sync();\n    c.load_next", "c.load_next", "race: a"),
+    "no-fence-before-stores": (LEAVING, "fence_copy_engine();\n    sync();", "sync();", "no fence: the copy"),
     "no-wait-for-copies": (STREAMED, "wait_for_copies<Pass::SLOTS - 2>();", "", "has not landed"),
     "no-sync-of-chunks": (STREAMED, "__syncthreads();\n          multiply", "multiply", "race"),
     "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),

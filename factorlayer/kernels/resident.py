@@ -435,9 +435,9 @@ def _stages(plan: Resident) -> list[str]:
         *before[:1] * (not plan.alone),
         *before[1:],
         f"  if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
-        *["  c.sync();"] * (bool(before) or plan.alone or not plan.straight),
-        *[f"  {load}"] * (plan.alone and not before),
+        *["  c.sync();"] * bool(before),  # the next term's states take the place of this one's
         "}",
+        *["c.sync();", "c.load_next(tile, slot);"] * (plan.alone and not before),
         f"const u32 to = c.template out_address<S{last}>({x});",
         f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0);",
         "c.template end_stage<void>(0);",
