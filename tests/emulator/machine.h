@@ -61,14 +61,15 @@ struct Clock {
     std::fill_n(seen, threads + 1, 0), std::fill_n(fenced, threads + 1, 0);
     std::fill_n(products, threads / 32, 0);
   }
+  // Both loops many numbers at a time, as how many there are is nothing that they might change.
   void join(const Clock& other) {
-    for (int i = 0; i <= threads; ++i) seen[i] = std::max(seen[i], other.seen[i]);
-    for (int i = 0; i <= threads; ++i) fenced[i] = std::max(fenced[i], other.fenced[i]);
-    for (int i = 0; i < threads / 32; ++i) products[i] = std::max(products[i], other.products[i]);
+    for (int i = 0, count = threads; i <= count; ++i) seen[i] = std::max(seen[i], other.seen[i]);
+    for (int i = 0, count = threads; i <= count; ++i) fenced[i] = std::max(fenced[i], other.fenced[i]);
+    for (int i = 0, count = threads / 32; i < count; ++i) products[i] = std::max(products[i], other.products[i]);
   }
   void meet(const Clock& other) {
-    for (int i = 0; i <= threads; ++i) seen[i] = std::min(seen[i], other.seen[i]);
-    for (int i = 0; i <= threads; ++i) fenced[i] = std::min(fenced[i], other.fenced[i]);
+    for (int i = 0, count = threads; i <= count; ++i) seen[i] = std::min(seen[i], other.seen[i]);
+    for (int i = 0, count = threads; i <= count; ++i) fenced[i] = std::min(fenced[i], other.fenced[i]);
   }
 };
 using Snapshot = std::shared_ptr<Clock>;

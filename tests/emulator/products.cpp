@@ -43,14 +43,19 @@ const u8* read_operand(u32 at, const Clock& known, u32 wait) {
   blocks[current / block_threads].products[offset_of(at) / 16 * (threads / 32) + current / 32] = wait;
   return memory_at(at);
 }
-float value(Kind kind, const u8* from) {
-  u32 bits = 0;
-  memcpy(&bits, from, kind == Kind::tf32 ? 4 : 2);
-  if (kind == Kind::f16) return float_of_f16(u16(bits));
-  bits = kind == Kind::bf16 ? bits << 16 : truncated_to_tf32(bits);
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
+// Of 16 bytes, or fewer.
+void values(Kind kind, const u8* from, int bytes, float* to) {
+  const int count = bytes / (kind == Kind::tf32 ? 4 : 2);
+  for (int i = 0; i < count; ++i) {
+    u32 word = 0;
+    u16 half = 0;
+    if (kind == Kind::tf32)
+      memcpy(&word, from + 4 * i, 4), word = truncated_to_tf32(word);
+    else
+      memcpy(&half, from + 2 * i, 2), word = u32(half) << 16;
+    memcpy(&to[i], &word, 4);
+    if (kind == Kind::f16) to[i] = float_of_f16(half);
+  }
 }
 void make_products(Thread* lanes, size_t number, u32 wait) {
   const Group& group = lanes[0].groups[number];
@@ -64,16 +69,17 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
   for (size_t i = 0; i < group.products.size(); ++i) {
     const GroupProduct& product = group.products[i];
     const int size = product.kind == Kind::tf32 ? 4 : 2, each = 16 / size;
+    float found[8];
     const auto load = [&](u64 description, bool turned, int first, int count, auto put) {
       for (int r = 0; r < count && !turned; ++r)
         for (int half = 0; half < 2; ++half) {
-          const u8* read = read_operand(operand_address(description, first + r, half), known, wait);
-          for (int k = 0; k < each; ++k) put(r, half * each + k, value(product.kind, read + k * size));
+          values(product.kind, read_operand(operand_address(description, first + r, half), known, wait), 16, found);
+          for (int k = 0; k < each; ++k) put(r, half * each + k, found[k]);
         }
       for (int r = 0; r < count && turned; r += 8)
         for (int k = 0; k < 16; ++k) {
-          const u8* read = read_operand(turned_address(description, first + r, k), known, wait);
-          for (int i = 0; i < 8; ++i) put(r + i, k, value(product.kind, read + i * 2));
+          values(product.kind, read_operand(turned_address(description, first + r, k), known, wait), 16, found);
+          for (int i = 0; i < 8; ++i) put(r + i, k, found[i]);
         }
     };
     load(product.b, product.turned, 0, product.n, [](int r, int k, float x) { b[k][r] = x; });
@@ -88,9 +94,8 @@ void make_products(Thread* lanes, size_t number, u32 wait) {
       if (!its.registers) continue;
       if (memcmp(its.registers, its.held, 16)) error("registers of an operand changed in flight");
       for (int word = 0; word < 4; ++word)
-        for (int k = 0; k < 4 / size; ++k)
-          a[lane / 4 + word % 2 * 8][word / 2 * each + lane % 4 * (4 / size) + k] =
-              value(product.kind, reinterpret_cast<const u8*>(&its.held[word]) + k * size);
+        values(product.kind, reinterpret_cast<const u8*>(&its.held[word]), 4,
+               &a[lane / 4 + word % 2 * 8][word / 2 * each + lane % 4 * (4 / size)]);
     }
     const int n = product.n;
     for (int r = 0; r < 16; ++r) {
