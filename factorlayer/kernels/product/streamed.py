@@ -363,7 +363,7 @@ class Streamed(Pass):
         told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out}
         told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
         told |= {"BK": self.bk, "SLOTS": self.slots, "SPAN": self.span, "RESULT": self.result}
-        told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self._accesses(), strict=True))
+        told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self.accesses, strict=True))
         told |= {"BY_ROWS": p.by_rows, "ROUND_X": not p.ours_in, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
@@ -379,7 +379,8 @@ class Streamed(Pass):
             return [p.fast * c.q, p.fast * self.columns]
         return [p.fast * p.b, self.groups * p.b]
 
-    def _accesses(self) -> tuple[int, int, int]:
+    @kept
+    def accesses(self) -> tuple[int, int, int]:
         """Bytes moved at once of x, weights and y: what divides every run."""
         p, c = self.product, self.product.contraction
         if p.by_rows:
@@ -475,7 +476,7 @@ def _steps(product: Product, wg: int) -> list[int]:
 
 def _copies(plan: Streamed) -> bool:
     """Whether a block's threads take whole rows, as the kernel wants it, and few enough to hold their places."""
-    x, weight, _ = plan._accesses()
+    x, weight, _ = plan.accesses
     size, by_rows = plan.product.size, plan.product.by_rows
     copies = [(plan.bk * size // weight, plan.wg * plan.bn if by_rows else plan.bm)]
     copies.append((plan.bk * size // x, plan.wg * plan.bm) if by_rows else (plan.bn * size // x, plan.bk))
@@ -520,7 +521,7 @@ def time(plan: Streamed, batch: int) -> float:
     bounds = each * busy, 1.85 * moved * size / (gpu.memory_bytes * gpu.sms)
     us: float = max(bounds) + 0.2 * min(bounds)
     turns = -(-each // plan.blocks)
-    through_registers = min(plan._accesses()[:2]) < 4
+    through_registers = min(plan.accesses[:2]) < 4
     waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.slots - 1))
     return 1.5 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
@@ -529,7 +530,7 @@ def _copied(plan: Streamed) -> tuple[float, float, float]:
     """Bytes of a chunk, instructions that copy them, and lines of memory that these touch, one and a piece of another
     each."""
     product, row = plan.product, plan.bk * plan.product.size
-    x, weight, _ = plan._accesses()
+    x, weight, _ = plan.accesses
     if product.by_rows:
         rows_x, row_x, rows_weight = plan.wg * plan.bm, row, plan.wg * plan.bn
         together_x = product.size if product.x_step > 1 else row
@@ -555,7 +556,7 @@ def _stored(plan: Streamed) -> tuple[float, float]:
         result = plan.bm * there * product.fast / -(-product.fast // plan.groups) * size
         starts = plan.run_starts
         run = starts[-1]
-    run_bytes = min(run * size, 32 * plan._accesses()[2])
+    run_bytes = min(run * size, 32 * plan.accesses[2])
     aligned = math.gcd(SECTOR, *(start * size for start in starts))
     parts = 2 * (1 - aligned / SECTOR) if run_bytes >= SECTOR else (run_bytes + SECTOR - aligned) / SECTOR
     return result, result / run_bytes * parts
