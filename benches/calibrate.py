@@ -35,9 +35,9 @@ SHARES = {
     "flops.bfloat16": 2 * 0.91,
     "sync_us": 1.6,
 }
-# What the prediction was fitted with and no probe reproduces: on one H100 probes reach 0.83, 0.43 and 0.13 of it. A
+# What the prediction was fitted with and no probe reproduces: on one H100 probes reach 0.83 and 0.43 of it. A
 # table keeps what the GPU had before.
-KEPT = "instructions", "wait_us", "ramp_us"
+KEPT = "instructions", "wait_us"
 FLOAT32_OF_TF32 = 1 / 3  # three products make one
 # What a multiprocessor can do at most in a cycle
 MOST_IN_A_CYCLE = {"l2_bytes": 64, "shared_bytes": 128, "instructions": 4, "special_functions": 16}
@@ -54,7 +54,7 @@ OF_DOUBLE_FUNCTION = 80  # FLOPs of an exponential in double, at least
 LEAST_SHARE = 0.05  # of what it can do at most: less is another unit, or another program's GPU
 NOISE = 1.02  # times what it can do at most, that a clock may be wrong by
 CLOCKS = 300, 4000  # cycles of a microsecond, at least and at most
-LATENCIES = {"launch_us": (0.5, 50), "behind_us": (0.3, 20), "wait_us": (0.2, 5), "ramp_us": (0.1, 50)}
+LATENCIES = {"behind_us": (0.3, 20), "wait_us": (0.2, 5), "ramp_us": (0.1, 50)}
 LATENCIES["sync_us"] = 0.002, 1
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")

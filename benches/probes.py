@@ -195,9 +195,8 @@ class Probes:
         yield "cycles", self._cycles_of_last()
         yield "wait_us", self.wait_us()
         yield "sync_us", self._step_us("barriers") / 16
-        behind, launch = self.behind_us(), self.launch_us()
+        behind = self.behind_us()
         yield "behind_us", behind
-        yield "launch_us", launch
         yield "ramp_us", self.ramp_us(behind)
 
     def memory_bytes(self) -> float:
@@ -229,10 +228,6 @@ class Probes:
         """Of one more small kernel in a graph."""
         longer, shorter = (us_of(self._small_kernels(count).replay) for count in (CHAIN, CHAIN // 2))
         return (longer - shorter) / (CHAIN - CHAIN // 2)
-
-    def launch_us(self) -> float:
-        """Of a graph that holds one."""
-        return us_of(self._small_kernels(1).replay, 100)
 
     def ramp_us(self, behind_us: float) -> float:
         """Of few kernels and of many that change the same bytes, what each of these takes longer than it takes to be

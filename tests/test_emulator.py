@@ -31,13 +31,10 @@ from factorlayer.kernels.kronecker import (
     eights_backward,
     pair_cluster_backward,
     pair_few_backward,
-    small_double,
     small_double_backward,
     small_float_backward,
 )
-from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward
 from factorlayer.kernels.monarch import slab_backward, untied_backward
-from factorlayer.kernels.monarch.monarch import Monarch
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import few
 from factorlayer.kernels.product.streamed import products
@@ -51,7 +48,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan import registry
-from factorlayer.plan.cuts import cuts
+from factorlayer.plan.cuts import cuts, modes_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
 from factorlayer.plan.schemes import schemes
@@ -159,21 +156,9 @@ CASES = [
     Case(monarch((17, 24), (90, 17)), "tf32", 70, LARGE, processors=4),
     Case(monarch((17, 64), (112, 17), rank=8), "tf32", 140, LARGE, processors=8),
     Case(monarch((19, 64), (112, 19), rank=8), "bfloat16", 70, LARGE, processors=8),
-    # Monarch at once: one block and two, teams, ranks that fours divide and others, padded sizes, few groups
-    Case(monarch((32, 24), (64, 48), rank=4), "bfloat16", 140, LARGE, processors=12),
-    Case(monarch((32, 24), (64, 48), rank=4), "tf32", 300, LARGE, processors=12),
-    Case(monarch((8, 24), (32, 32), rank=4), "bfloat16", 150, LARGE, processors=4),
-    Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, SOME, processors=4, activation="gelu"),
-    Case(monarch((5, 20), (13, 12), rank=3), "tf32", 70, LARGE),
-    Case(monarch((5, 10), (13, 16), rank=5), "float16", 70, LARGE, 80),
-    Case(monarch((6, 16), (24, 20), rank=8), "bfloat16", 100, LARGE, 80, activation=LEARNED),
-    Case(monarch((6, 12), (20, 16), rank=6), "float16", 70, SOME, processors=4),
-    # The same by products of warpgroups: one block and two, periods of one to four groups, of which there are parts,
-    # several units of a group, columns and rows that are padded
-    Case(monarch((5, 8), (24, 8), rank=4), "tf32", 300, LARGE),
-    Case(monarch((10, 40), (72, 16), rank=8), "tf32", 140, LARGE, processors=8, activation="gelu"),
-    Case(monarch((3, 64), (20, 8), rank=12), "tf32", 200, LARGE, activation=LEARNED),
-    # And in 16 bits, weights going by: four groups and eight, rows and columns that are padded, several tiles
+    # Two steps of a pass at one visit
+    Case(kronecker((16, 32), (16, 32)), "tf32", 40, MEDIUM),
+    # Monarch at once in 16 bits, weights going by: four groups and eight, padded rows and columns, several tiles
     Case(monarch((4, 72), (50, 4), rank=16), "bfloat16", 300, LARGE),
     Case(monarch((5, 120), (40, 8), rank=16), "float16", 150, LARGE, processors=4, activation="gelu"),
     Case(monarch((2, 136), (72, 4), rank=48), "bfloat16", 130, LARGE, activation=LEARNED),
@@ -889,14 +874,20 @@ def all_gradients_of(spec: LayerSpec) -> Chain:
     return replace(Chain.of(spec, False, "identity"), backward=True)
 
 
+def gradients_by(kind: str, spec: LayerSpec, dtype: str, batch: int, gpu: Gpu) -> Plan:
+    """Of factors, by passes that begin with one of this kind, whichever the planner would take."""
+    chain = all_gradients_of(spec)
+    ways = registry.ways(registry.OF_FACTORS, modes_of(chain), 1, dtype, batch, gpu)
+    return Plan(chain, dtype, batch, gpu, next(passes for passes in ways if type(passes[0]).__name__ == kind))
+
+
 @pytest.mark.parametrize(("sizes", "dtype", "batch", "architecture"), AT_ONCE, ids=str)
 def test_all_gradients_at_once(
     sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, batch: int, architecture: int, emulator: Emulator
 ) -> None:
     spec = kronecker(*sizes)
     gpu = replace(Gpu.of(architecture), sms=2)
-    found = plan(all_gradients_of(spec), dtype, LARGE, gpu)
-    assert type(found.passes[0]).__name__ == family_of(sizes, dtype, architecture)
+    found = gradients_by(family_of(sizes, dtype, architecture), spec, dtype, LARGE, gpu)
     check_all_gradients_of(spec, found, batch, emulator)
 
 
@@ -946,8 +937,7 @@ def test_all_gradients_with_a_small_mode(
 ) -> None:
     """Which mixes what is read, and what is made, at one visit; infinite where they have to be."""
     spec = kronecker(*sizes)
-    found = plan(all_gradients_of(spec), dtype, LARGE, replace(Gpu.of(90), sms=2))
-    assert [type(p) for p in found.passes] == [PairMixedBackward, Reduction]
+    found = gradients_by("PairMixedBackward", spec, dtype, LARGE, replace(Gpu.of(90), sms=2))
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -1243,80 +1233,6 @@ def check_all_gradients_of_groups(spec: LayerSpec, found: Plan, batch: int, emul
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
-# Of many small groups: blocks alone and two of a cluster, ranks of one and several units, chunks that are not full
-GROUPED = [
-    ((16, 24), (16, 24), 4, "bfloat16", 75),
-    ((16, 24), (16, 8), 4, "tf32", 45),
-    ((8, 16), (16, 24), 8, "float16", 70),
-    ((8, 16), (32, 12), 16, "tf32", 33),
-    ((32, 8), (16, 16), 4, "bfloat16", 90),
-    ((16, 8), (16, 8), 8, "float16", 65),
-    ((32, 40), (32, 16), 4, "bfloat16", 53),  # chunks of 16 samples
-]
-
-
-@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch"), GROUPED, ids=str)
-def test_all_gradients_of_many_small_groups(
-    inputs: tuple[int, int], outputs: tuple[int, int], rank: int, dtype: str, batch: int, emulator: Emulator
-) -> None:
-    """And with infinite weights: of these, samples that a chunk is short of make nothing."""
-    spec = monarch(inputs, outputs, rank=rank)
-    found = plan(all_gradients_of(spec), dtype, LARGE, Gpu(90, 24, 232448))
-    assert [type(p).__name__ for p in found.passes] == ["MonarchWeights", "MonarchBack", "MonarchGradient", "Reduction"]
-    kernels, draw = emulator.compile(found), drawing(dtype)
-    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
-    weights = [draw(*shape) / 4 for shape in spec.weight_shapes]
-    for seed, value in enumerate((None, np.inf)):
-        if value is not None:
-            weights = [weight.copy() for weight in weights]
-            for weight in weights:
-                weight.flat[1] = value
-        made, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=24, seed=seed)
-        assert not errors
-        leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
-        right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
-        parts = [made[0], *np.split(made[2], [weights[0].size])]
-        for part, expected in zip(parts, (t.numpy().ravel() for t in right), strict=True):
-            finite = np.isfinite(expected)
-            assert not np.isfinite(part[~finite]).any()
-            error = np.linalg.norm(part[finite] - expected[finite])
-            assert error <= 4 * EPS[dtype] * np.linalg.norm(expected[finite])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "old", "new", "said"),
-    [
-        ("bfloat16", "ring.wait_until_full(position);\n", "\n", "has not landed"),
-        ("bfloat16", "if constexpr (kWgmma) fence_copy_engine();", "", "no fence"),
-        ("bfloat16", "round_first();\n    Meet()();", "round_first();", "race"),
-        ("bfloat16", "wait_for_products<0>();", "", "race"),
-        ("bfloat16", "slots.wait_until_full(cursor);\n", "\n", "nobody goes on"),
-        ("bfloat16", "    Base::wait_until_empty(cursor);\n", "\n", "race"),
-        ("bfloat16", "wait_for_bytes(full_slot(slot), cursor.phase);\n", "\n", "has not landed"),
-        ("bfloat16", "__syncwarp();\n          ask(next", "ask(next", "race"),
-        ("bfloat16", "if (four > 0) release_first", "if (four < L / 4 - 1) release_first", "race"),
-        ("bfloat16", "wait_for_products<1>();\n      release", "release", "race"),
-        ("tf32", "ring.wait_until_full(position);\n", "\n", "has not landed"),
-        ("tf32", "firsts.wait_until_full(first);\n", "\n", "has not landed"),
-        ("tf32", "    Base::wait_until_empty(cursor);\n", "\n", "race"),
-    ],
-)
-def test_finds_what_is_missing_of_gradients_of_small_groups(
-    dtype: str, old: str, new: str, said: str, emulator: Emulator
-) -> None:
-    spec, batch = monarch((32, 8), (16, 32), rank=4), 330
-    found = plan(all_gradients_of(spec), dtype, LARGE, Gpu(90, 4, 232448))
-    kernels = emulator.compile(found)
-    broken = [i for i, kernel in enumerate(found.passes) if old in kernel.source("kernel")]
-    for i, kernel in zip(broken, emulator.compile(found, {old: new}, broken), strict=True):
-        kernels[i] = kernel
-    draw = drawing(dtype)
-    weights = [draw(*shape) for shape in spec.weight_shapes]
-    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
-    _, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=4)
-    assert any(said in error for error in errors), errors
-
-
 # Of two factors where samples are few: rectangular ones, chunks that all have slots and that take turns
 STRIPS = [
     (((32, 32), (32, 32)), "float64", {}),
@@ -1455,38 +1371,24 @@ def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: E
         np.testing.assert_array_equal(grad_x[fine], healthy[fine])
 
 
-# In double, by columns: two to four modes, odd samples and even ones, runs apart in their slots, one warp of a group
+# In double, by columns: three and four modes, odd samples and even ones, runs apart in their slots, one warp of a group
 # and several, one slot and two, sizes up to 16
 BY_COLUMNS = [
     (((8, 8, 8), (9, 9, 9)), 9, 1, 1),
     (((9, 9, 9), (8, 8, 8)), 6, 1, 2),
     (((5, 7, 3), (6, 4, 9)), 7, 2, 1),
-    (((9, 11), (13, 2)), 6, 1, 2),
     (((16, 5, 12), (12, 7, 16)), 3, 4, 1),
     (((3, 4, 5, 6), (4, 3, 6, 5)), 5, 2, 2),
 ]
 
 
 @pytest.mark.parametrize(("sizes", "batch", "warps", "slots"), BY_COLUMNS, ids=str)
-def test_small_factors_of_doubles_by_columns(
+def test_gradients_of_small_factors_of_doubles_by_columns(
     sizes: tuple[tuple[int, ...], tuple[int, ...]], batch: int, warps: int, slots: int, emulator: Emulator
 ) -> None:
-    """Forward and back, in every order of their modes."""
+    """In every order of their modes."""
     spec, gpu = kronecker(*sizes), replace(Gpu.of(90), sms=2)
-    chain = Chain.of(spec, True, "relu")
-    work = next(w[0] for w in cuts(chain, "float64") if len(w) == 1 and len(w[0].steps) == len(sizes[0]))
-    tilings = [p for p in small_double.tilings(work, gpu) if (p.warps, p.slots) == (warps, slots)]
-    assert len(tilings) == (1 if len(sizes[0]) == 2 else 2)
-    draw = drawing("float64")
-    x, bias = draw(batch, spec.in_features), draw(spec.out_features)
-    weights = [draw(*shape) / 3 for shape in spec.weight_shapes]
-    right = torch.relu(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)]) + torch.from_numpy(bias))
-    for seed, tiled in enumerate(tilings):
-        found = Plan(chain, "float64", LARGE, gpu, (replace(tiled, groups=min(tiled.groups, 3)),))
-        outputs, errors = emulator.run(found, emulator.compile(found), x, weights, bias, blocks=2, seed=seed)
-        assert not errors
-        assert np.linalg.norm(outputs[0] - right.numpy().ravel()) <= 4 * EPS["float64"] * np.linalg.norm(right)
-    modes = tuple(mode for _, mode in sorted(work.steps))
+    modes = modes_of(all_gradients_of(spec))
     for back in small_double_backward.tilings(modes, 1, gpu):
         if (back.warps, back.slots) == (warps, slots):
             some = replace(back, groups=min(back.groups, 3))
@@ -2214,9 +2116,6 @@ def test_cases_cover_the_families() -> None:
     assert found >= {(name, dtype) for name, family in families.items() for dtype in family.takes.dtypes}
     learned = {registry.family_of(case.plan.passes[-1]).name for case in CASES if case.activation == LEARNED}
     assert learned == set(families)
-    at_once = [p for case in CASES for p in case.plan.passes if isinstance(p, Monarch)]
-    assert {(p.cluster, p.dtype) for p in at_once} >= set(itertools.product((1, 2), ("tf32", "float16")))
-    assert {p.teams for p in at_once} >= {1, 2}
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
     ways += [f"CONSUMERS = {count}" for count in (1, 2, 3)]
@@ -2230,7 +2129,6 @@ LEAVING = Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM)
 STREAMED = Case(monarch((8, 9, 4), (6, 10, 5)), "bfloat16", 70, LARGE)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 300, SOME, processors=4)
-MONARCH = Case(monarch((8, 24), (40, 16), rank=4), "tf32", 300, SOME, processors=2)
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
@@ -2266,13 +2164,6 @@ PLANTED = {
     "no-sync-of-two-warps": (EIGHTS, "sync_threads<64>(1 + warp / 2);", "", "race: a read"),
     "no-sync-of-slabs": (EIGHTS, "__syncthreads_or(unsure[0] | unsure[1])", "unsure[0] | unsure[1]", "race: a read"),
     "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
-    "no-wait-for-a-chunk-of-groups": (MONARCH, "wait_for_copies<SLOTS - 2>();", "", "has not landed"),
-    "no-sync-of-a-chunk": (MONARCH, "meet_team();\n        copy_next", "copy_next", "race"),
-    "results-leave-without-fence": (MONARCH, "fence_copy_engine();\n        meet();", "meet();", "no fence: the copy"),
-    "results-leave-without-meeting": (MONARCH, "fence_copy_engine();\n        meet();", "fence_copy_engine();", "race"),
-    "results-read-without-meeting": (MONARCH, "meet();\n        wait_for_bytes(full", "wait_for_bytes(full", "race"),
-    "no-wait-for-results": (MONARCH, "wait_for_bytes(full, phase);", "", "nobody goes on"),
-    "no-wait-until-results-are-read": (MONARCH, "wait_for_bytes(free, phase ^ 1);", "", "race"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 
@@ -2409,7 +2300,8 @@ def test_finds_what_is_missing_of_all_gradients(
     size: int, dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     spec = kronecker((size, size), (size, size))
-    found = plan(all_gradients_of(spec), dtype, 16384, Gpu(90, 1, 232448))
+    kind = {32: "PairBackward", 96: "Pair16LargeBackward"}.get(size) or family_of(((size, size),) * 2, dtype, 90)
+    found = gradients_by(kind, spec, dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
     x = np.ones(({32: 30, 64: 9, 96: 3, 128: 2}[size], size**2))

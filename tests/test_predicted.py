@@ -204,9 +204,7 @@ def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype:
 def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
     found = plan_of(TEXT, "float32", batch_class, Gpu(*LIMITS))
     told = (times_of_few, times_of_some, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
-    rates = found.gpu.rates
-    saved = (rates.launch_us - rates.behind_us) * sum(made.is_launched for made in found.passes)
-    expected = [sum(made.us_of(n) for made in found.passes) - saved for n in ASKED[batch_class]]
+    expected = [sum(made.us_of(n) for made in found.passes) for n in ASKED[batch_class]]
     assert list(map(float, told)) == pytest.approx(expected)
 
 

@@ -91,7 +91,7 @@ def test_other_gpus_have_an_h200s_rates_scaled_by_data_sheets() -> None:
     for arch in LIMITS:
         gpu = Gpu.of(arch)
         assert gpu.table.source == "of an H200, scaled by data sheets"
-        assert (gpu.rates.launch_us, gpu.rates.cycles) == (RATES.launch_us, RATES.cycles)
+        assert (gpu.rates.behind_us, gpu.rates.cycles) == (RATES.behind_us, RATES.cycles)
         assert 0.2 < gpu.flops["bfloat16"] / RATES.flops["bfloat16"] <= 1
     of_slow_memory = A_GPU.rates
     assert replace(of_slow_memory, memory_bytes=RATES.memory_bytes, l2_bytes=RATES.l2_bytes) == RATES

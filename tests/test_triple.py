@@ -22,6 +22,7 @@ from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan
@@ -199,9 +200,10 @@ def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int)
 def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
     p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile
 ) -> None:
-    chain = replace(Chain.of(kronecker(p, q), False, "identity"), backward=True)
-    first, behind, reduction = plan(chain, dtype, LARGE, HOPPER).passes
-    assert isinstance(first, TripleBackward) and isinstance(reduction, Reduction)
+    modes = tuple(Mode(((i, *sizes),)) for i, sizes in enumerate(zip(q, p, strict=True)))
+    ways = registry.ways(registry.OF_FACTORS, modes, 1, dtype, LARGE, HOPPER)
+    first, behind, reduction = next(passes for passes in ways if isinstance(passes[0], TripleBackward))
+    assert isinstance(reduction, Reduction)
     assert isinstance(behind, PairSplitBackward if dtype == "tf32" else Pair16Backward)
     assert first.cluster == first.split == 8 and 0 < behind.us < first.us
     assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights

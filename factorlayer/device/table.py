@@ -42,7 +42,6 @@ class Rates:
     flops: dict[str, float]
     special_functions: float  # exponentials, sines, … that the units for them make
     double_functions: float  # exponentials, sines, … in double
-    launch_us: float  # to start a kernel by itself
     behind_us: float  # until a small kernel behind another in a CUDA graph has run
     wait_us: float  # for what L2 or memory has been asked for
     ramp_us: float  # until all of memory's bandwidth is in use, and at the end

@@ -274,7 +274,7 @@ class ChainBackward(BlockSums):
     def barrier_bytes(self) -> int:
         """Scales of weights, for each step."""
         scaled = any(is_scaled(self.dtype, mode) for mode in self.modes)
-        return round_up(scales_of(self.work) * len(self.work.steps), 128) if scaled else 0
+        return round_up(scales_of(self.work, self.work.rank) * len(self.work.steps), 128) if scaled else 0
 
     @property
     def shared(self) -> int:
@@ -379,7 +379,7 @@ def _bytes(stage: Stage, reach: int, is_read: bool) -> int:
 
 
 def _stage_type(plan: ChainBackward, i: int, stage: Stage, layout: Layout, following: Layout, weight: int) -> str:
-    scale = scales_of(plan.work) * i if is_scaled(plan.dtype, plan.work.steps[i][1]) else -1
+    scale = scales_of(plan.work, plan.work.rank) * i if is_scaled(plan.dtype, plan.work.steps[i][1]) else -1
     return stage_type(stage, layout, following, weight, scale=scale)
 
 

@@ -25,7 +25,7 @@ LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
 MOST_WAITING = 4 << 20  # bytes of a pass's sums that wait for those of others
 PLACE_BYTES = 256  # what sums that wait begin at a multiple of
-REDUCTION_US = 3.0  # of a second kernel, beside what it moves
+REDUCTION_US = 2.2  # of a second kernel, beside what it moves
 SHORT_US = 40.0  # of a pass
 FILLED = 1 << 17  # threads that fill a GPU
 SUM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 4, "float16": 4}
@@ -489,4 +489,4 @@ def _time(plan: Gradient) -> float:
     issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
     chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
     parts = min(blocks // plan.tiles, plan.most) * plan.weights * SUM_BYTES[plan.dtype]
-    return 5.0 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))
+    return 4.2 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

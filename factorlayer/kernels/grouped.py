@@ -11,7 +11,7 @@ from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
 
 MOST_GROUPS = 12
-START_US = 4.0  # with the weights and the first unit on their way
+START_US = 3.2  # with the weights and the first unit on their way
 UNIT_US = 0.5  # from a unit's last copy to its store, where no other group hides them
 HIDDEN = {8: 0.8, 4: 0.0, 2: 0.3}  # by bytes of an element: how much of reading operands is behind products
 HELD = {"float64": 16, "float32": 0, "tf32": 16, "bfloat16": 8, "float16": 8}  # of a weight in a warp's registers

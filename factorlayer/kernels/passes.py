@@ -90,10 +90,6 @@ class Pass:
             """Whether it starts the next kernel early, though it asks for nothing."""
 
         @property
-        def is_launched(self) -> bool:
-            """Whether its time has a launch by itself, of which it takes less behind another kernel in a CUDA graph."""
-
-        @property
         def sums_at(self) -> int:
             """The place in s2 where its sums begin, behind those of other passes."""
 
@@ -104,7 +100,7 @@ class Pass:
     else:
         split = blocks = 1  # a `cluster` of more than one is a field of its families
         products = template = header = title = ""
-        asks, waits, starts, is_launched = (), True, False, True
+        asks, waits, starts = (), True, False
         sums_at, adds_up_all = 0, False
 
     def __str__(self) -> str:

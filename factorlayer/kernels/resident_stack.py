@@ -248,7 +248,7 @@ def _time(plan: ResidentStack, batch: int) -> float:
     tiles = -(-batch // units)
     whole, left = divmod(-(-tiles // gpu.sms), plan.groups)  # rounds of a block, and tiles of the last one
     rounds = whole * max(round_us(plan.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
-    start = gpu.rates.launch_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
+    start = gpu.rates.behind_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
     start += waits_for_weights(plan.work, plan.threads, gpu)
     if plan.size == 2:  # biases come by registers, one behind another
         start += gpu.rates.wait_us * sum(layer.bias for layer in plan.layers)

@@ -261,7 +261,7 @@ class Sandwich:
         first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
         second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
         issue = rounds * warps * (first + second + 8 * b.mt * b.nt + 40) / gpu.instructions
-        return 0.72 * together(multiply, move, issue)  # nobody waits for anybody
+        return together(multiply, move, issue)
 
 
 Stages = tuple[Stage | Sandwich, ...]
@@ -272,14 +272,17 @@ class TileUs:
     """What a pass takes whose groups of warps take tile after tile, in microseconds."""
 
     memory: float = 0.0  # of a tile's traffic
-    alone: float = 0.0  # of a group's first tile
-    further: float = 0.0  # of each further one
+    alone: float = 0.0  # of a tile that nothing runs beside
+    further: float = 0.0  # of a tile of each group, all beside one another
     beside: float = 0.0  # of weights before tiles, and of sums behind them
 
     def of(self, tiles: int, groups: int, blocks: int, gpu: Gpu) -> float:
         """Of so many tiles, dealt to as many groups of each block."""
-        start = gpu.rates.launch_us + min(gpu.rates.ramp_us, self.memory * tiles / blocks)
-        return start + self.beside + self.alone + self.further * (-(-tiles // (groups * blocks)) - 1)
+        start = gpu.rates.behind_us + min(gpu.rates.ramp_us, self.memory * tiles / blocks)
+        whole, left = divmod(-(-tiles // blocks), groups)  # rounds of a block, and tiles of its last one
+        last = max(min(self.alone, self.further), self.further * left / groups) if left else 0.0
+        first = max(0.0, self.alone - self.further)  # that nothing hides of the first round
+        return start + self.beside + first + whole * self.further + last
 
 
 NO_TILES = TileUs()

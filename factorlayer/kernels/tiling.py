@@ -401,7 +401,6 @@ def predict(
     its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
     while the group works on the tile before. The work may have the `waits` of few warps in it already."""
     blocks = max(gpu.sms // split, 1)
-    each = -(-tiles // (groups * blocks))  # tiles of one group, one after another
     alone = (
         memory
         + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps))
@@ -409,6 +408,5 @@ def predict(
     )
     busy *= 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
-    start = gpu.rates.launch_us + min(gpu.rates.ramp_us, memory * tiles / blocks)
-    further = max(overlapped, alone - memory * ahead)
-    return start + alone + further * (each - 1), (memory, alone, further)
+    made = memory, alone, max(overlapped, alone - memory * ahead)
+    return TileUs(*made).of(tiles, groups, blocks, gpu), made

@@ -34,9 +34,11 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
         best = min(alone, best or alone, key=lambda found: found.weight)
-    apart = next(
-        (offer.passes for offer in _at_once(chain, dtype, batch, gpu, best) if offer.us < best.us), best.passes
-    )
+    at_once = [
+        (offer.us / sum_us(offer.passes) * class_us(offer.passes, batch), offer.passes)
+        for offer in _at_once(chain, dtype, batch, gpu, best)
+    ]
+    apart = min([(class_us(best.passes, batch), best.passes), *at_once], key=lambda way: way[0])[1]
     if batch <= BATCHES[0] or not whole.takes(chain):
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)

@@ -94,8 +94,7 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
         return " ".join([str(math.inf)] * len(ASKED[batch_class]))
     layers, _, word = _read(chain, dtype)
     functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
-    saved = gpu.rates.launch_us - gpu.rates.behind_us
-    us = (sum(p.us_of(n) - saved * p.is_launched for p in found.passes) for n in ASKED[batch_class])
+    us = (sum(p.us_of(n) for p in found.passes) for n in ASKED[batch_class])
     of_functions = (
         functions * _rows(layers, n, gpu) / (gpu.rates.double_functions * gpu.sms) for n in ASKED[batch_class]
     )

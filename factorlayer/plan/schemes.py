@@ -12,12 +12,11 @@ from fractions import Fraction
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import resident_stack, tiling
-from factorlayer.kernels.kronecker import eights, pair, small_double, small_float, triple
+from factorlayer.kernels.kronecker import eights, pair, small_float, triple
 from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
-from factorlayer.kernels.kronecker.small_double import SmallDouble
 from factorlayer.kernels.kronecker.small_float import SmallFloat
-from factorlayer.kernels.monarch import monarch, monarch_mapped, monarch_through
+from factorlayer.kernels.monarch import monarch_through
 from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.mapped import Mapped
@@ -96,7 +95,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         clustered = triple.tile(work, batch, gpu)
         if clustered:
             yield of(CLUSTER, RESIDENT, _samples(clustered), clustered)
-        for few in (family.tile(work, batch, gpu) for family in (small_float, eights, small_double)):
+        for few in (family.tile(work, batch, gpu) for family in (small_float, eights)):
             if few:
                 yield of(SHARED, RESIDENT, _samples(few), few)
         for _, fields, made in tiling.candidates(work, batch, gpu):
@@ -106,14 +105,12 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     if chain.is_dense:
         for streamed in dense_streamed.tilings((chain,), dtype, batch, gpu):
             yield of(NOWHERE, STREAMED, Fraction(64 * streamed.groups), *streamed.passes)
-    families = monarch.tilings, monarch_mapped.tilings, monarch_through.tilings
-    both: list[Pass] = [p for tilings in families for p in tilings(chain, dtype, batch, gpu)]
-    for at_once in both:
+    for at_once in monarch_through.tilings(chain, dtype, batch, gpu):
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
     if registry.family_of(best[0]) is registry.WHOLE:
         yield of(NOWHERE, MULTIPLIED_OUT, _samples(best[-1]), *best)
-    if len(best) > 1 and all(isinstance(p, SmallDouble | Eights | Pair | Resident | SmallFloat) for p in best):
+    if len(best) > 1 and all(isinstance(p, Eights | Pair | Resident | SmallFloat) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
 

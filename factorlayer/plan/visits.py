@@ -67,7 +67,7 @@ def _least_back_us(
     moved = (2 if alone else 3) * x + y
     # Made, read by the next pass, by a visit, and its gradient made and read
     moved += chain.rank * (4 * sum(between) + sum(between[:-1]))
-    least = REDUCTION_US + (2 * len(works) - 1) * gpu.rates.launch_us
+    least = REDUCTION_US + (2 * len(works) - 1) * gpu.rates.behind_us
     return least + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
 
 
@@ -172,13 +172,13 @@ def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     apart = rank * _apart_us(chain, dtype, batch, gpu, True)
     if rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
         rate, size = gpu.memory_bytes * gpu.sms, ELEMENT_BYTES[dtype]
-        apart += (rank - 1) * (gpu.rates.launch_us + 3 * batch * chain.in_features * size / rate)
+        apart += (rank - 1) * (gpu.rates.behind_us + 3 * batch * chain.in_features * size / rate)
         back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
         of_all = _us(forward(Chain(back, rank, tf32=chain.tf32), dtype, batch, gpu))
         of_all += sum(_turned_us(c, dtype, rank, gpu) for c in chain.contractions)
         apart = min(apart, of_all + rank * _apart_us(chain, dtype, batch, gpu, False))
         # Those of each weight become one tensor.
-        apart += sum(gpu.rates.launch_us + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
+        apart += sum(gpu.rates.behind_us + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
 
 

@@ -13,7 +13,7 @@ from factorlayer.kernels.work import Work
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
 from factorlayer.plan.plan import BATCHES
-from factorlayer.plan.products import product_pass
+from factorlayer.plan.products import class_us, product_pass
 
 
 def least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
@@ -33,14 +33,10 @@ def tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | Non
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times and the margins between them."""
-    offers = list(registry.offers(registry.OF_WORK, work, batch, gpu))
-    found = [(offer.us, offer.passes[0]) for offer in offers]
-    if not any(offer.family.settles for offer in offers):
-        single = _single(work, batch, gpu)
-        if single and not (offers and registry.family_of(single).last):
-            found.append((single.us, single))
-    return min(found, key=lambda each: each[0])[1] if found else None
+    """Of all families, by predicted times of the class of batches."""
+    found = [passes[0] for passes in registry.ways(registry.OF_WORK, work, batch, gpu)]
+    single = _single(work, batch, gpu)
+    return min([*found, *([single] if single else [])], key=lambda made: class_us((made,), batch), default=None)
 
 
 def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:

@@ -42,11 +42,11 @@ from factorlayer.autograd.backward import LEAST_MIXED, texts  # noqa: E402
 from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
 from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
+from factorlayer.kernels.chain_backward import ChainBackward  # noqa: E402
 from factorlayer.kernels.grouped import Grouped  # noqa: E402
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward  # noqa: E402
 from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward  # noqa: E402
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward  # noqa: E402
-from factorlayer.kernels.monarch.monarch_backward import MonarchBack  # noqa: E402
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward  # noqa: E402
 from factorlayer.kernels.product.wide import Wide  # noqa: E402
 from factorlayer.maths.chain import Chain  # noqa: E402
@@ -73,6 +73,7 @@ LAYERS = [
     ("monarch", "2x101 16x2", 2060, "float32"),
     ("monarch", "2x101 120x2", 2060, "bfloat16", 4),
     ("kronecker", "40 40", 20, "float64"),
+    ("kronecker", "64 64", 100, "bfloat16"),
     ("monarch", "2x512 256x4", 256, "float32", 32),
     ("monarch", "8x16 24x64", 140, "tf32", 4),
     ("monarch", "4x56 56x4", 2060, "bfloat16", 16),
@@ -252,8 +253,9 @@ def _is_misread(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[bool
 
     for text, samples in texts(chain.text, fits, batch):
         for made in plan(Chain.parse(text), dtype, samples, gpu).passes:
-            yield isinstance(made, Grouped | PairMixedBackward | PairSplitBackward | Pair16Backward) and made.groups > 1
-            yield isinstance(made, MonarchBack) or (isinstance(made, UntiedBackward) and made.paired | made.shared_rows)
+            by_groups = Grouped | PairMixedBackward | PairSplitBackward | Pair16Backward | ChainBackward
+            yield isinstance(made, by_groups) and made.groups > 1
+            yield isinstance(made, UntiedBackward) and made.paired | made.shared_rows
 
 
 def results(case: Case, tensors: list[Tensor], grad_y: Tensor, implementation: str) -> list[Tensor]:

@@ -18,7 +18,7 @@ from factorlayer.kernels.work import Mode, OfTwoModes
 LARGEST = 128
 CLUSTER = 8  # blocks, as any GPU with clusters has
 MOST_SLOTS, MOST_THREADS = 4, 256
-START_US = 1.6  # with the first unit on its way
+START_US = 0.8  # with the first unit on its way
 UNIT_US = 0.35  # of waits, for each of a group
 EXCHANGE_US = 0.6  # of sums
 REGISTERS = {8: 128, 4: 96, 2: 80}  # beside the sums, by bytes of an element

@@ -11,7 +11,7 @@ from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 DEPTH = 16  # k's of a chunk
 MOST_SLOTS, LEAST_SLOTS = 4, 3
 LEAST, LARGEST = 24, 128  # of a size: two tiles of 16 rows of four warps
-START_US = 9.0  # first X, first weights, last Y
+START_US = 8.2  # first X, first weights, last Y
 CHUNK_US = 0.1  # of waits
 UNIT_US = 0.3  # of what no product hides: T put down, Y stored
 REGISTERS = 232, 40  # of threads who multiply, and who copy

@@ -21,7 +21,7 @@ from factorlayer.kernels.kronecker.pair_double import (
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
 MOST_SLOTS = 6
-START_US = 6.0  # first chunks, last sums
+START_US = 5.2  # first chunks, last sums
 PART_US = 0.3  # of what no product hides: a part of the middle state put down
 
 

@@ -15,7 +15,7 @@ from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import TakesTwoModes, Work
 
 SPANS, ROWS = (16, 32, 64), (128, 64, 32, 16)
-START_US = 1.2
+START_US = 0.3  # weights and samples are asked for while the kernel before ends
 CHUNK_US = 0.35  # of waits, for each chunk
 ALONE_BYTES = 64 << 10  # of shared memory: blocks with more had better not share a multiprocessor
 LONGER = 1.5  # than that a block takes: loads and products hide less of each other, and all blocks load at once

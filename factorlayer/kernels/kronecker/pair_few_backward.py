@@ -17,7 +17,7 @@ from factorlayer.kernels.work import Mode, OfTwoModes
 LARGEST = 128  # whose sums the warps of a block can hold
 MOST_BYTES = 64 << 20  # of all blocks' sums: a part of a longer chain has many units for each sample
 SPANS, WIDTHS = (16, 32, 64), (64, 32, 16)
-START_US = 2.5  # with the first chunk on its way
+START_US = 1.7  # with the first chunk on its way
 CHUNK_US = 0.5  # of waits, for each chunk
 REGISTERS = {8: 100, 4: 90, 2: 80}  # beside the sums, by bytes of an element
 

@@ -21,7 +21,7 @@ from factorlayer.kernels.work import Mode, merged, round_up
 MOST_MIXED = 8  # of the small mode
 CHUNK = 16  # rows of X
 MIXED_BYTES = MOST_MIXED * (SLAB + 128)  # of all mixtures
-START_US = 5.0  # with the weights and the first unit on their way
+START_US = 4.2  # with the weights and the first unit on their way
 UNIT_US = 0.9  # of a group, for each of its mixtures
 MIX_US = 0.09  # of a row of X's, mixed, and mixed back, while nothing else is multiplied
 

@@ -15,7 +15,7 @@ from factorlayer.kernels.product.single_backward import OfOneFactor
 from factorlayer.maths.spec import Contraction
 
 BLOCK = 64  # rows and columns of what is multiplied at once, and a unit's
-START_US = 4.0  # with the weight and the first unit on their way
+START_US = 3.2  # with the weight and the first unit on their way
 UNIT_US = 1.0  # of waits, splitting and sums, where no other group's products hide them
 
 

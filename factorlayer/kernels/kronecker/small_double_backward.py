@@ -1,34 +1,140 @@
-"""All gradients of three or four small factors in double in one pass: small_double_backward.cuh."""
+"""All gradients of three or four small factors in double in one pass, by columns: small_double_backward.cuh."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Told, constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.bank_layouts import Uses, lay_out
+from factorlayer.kernels.bank_layouts import MOST_MODES, Order, State, Uses, lay_out
 from factorlayer.kernels.gradient import BlockSums
-from factorlayer.kernels.kronecker.small_double import (
-    BARRIER_BYTES,
-    OfSmallDouble,
-    Step,
-    groups_of,
-    orders_of,
-    sizes_between,
-    takes,
-    time_of,
-    visit,
-)
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.work import Mode, round_up
+
+LARGEST = 16
+MOST_GROUPS = 15  # of several warps, which have a barrier each
+MOST_WARPS = 16
+BARRIER_BYTES = 32  # of a group
+OTHER_REGISTERS = 64
+AT_ONCE = 6  # sums, at least
+START_US = 4.2
+STEP_US = 0.4  # of a contraction, that warps wait for each other
+ALONE = 6  # times what accesses take, where a warp waits for each of its own
+LOAD_US = 1.0  # from memory, where a group has no slot for the next unit
+WAVES_US = 1750.0  # accesses of 128 bytes to shared memory, or steps of a clock
+CLOCKS = 0.5  # of a multiprocessor for an FMA of a warp
 
 
 @dataclass(frozen=True)
-class SmallDoubleBackward(OfSmallDouble, BlockSums):
+class Step:
+    """A contraction of the mode at a place, between two states."""
+
+    mode: int
+    before: State
+    behind: State
+    order: Order
+
+    @property
+    def p(self) -> int:
+        return self.before.sizes[self.mode]
+
+    @property
+    def q(self) -> int:
+        return self.behind.sizes[self.mode]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.before.sizes) // self.p
+
+    def each(self, warps: int) -> int:
+        """Columns of a thread."""
+        return -(-self.columns // (32 * warps))
+
+    def registers(self, warps: int) -> int:
+        """A thread's registers, about, in either direction."""
+        each = self.each(warps)
+        return 2 * (each * max(self.p, self.q) + 2 * max(AT_ONCE, each)) + OTHER_REGISTERS
+
+    @property
+    def multiply_adds(self) -> int:
+        """FMA instructions of warps, one of which has all columns."""
+        return self.each(1) * self.p * self.q
+
+    @property
+    def weight_reads(self) -> int:
+        """Reads of the weight by warps, about: a thread has up to three columns."""
+        return -(-self.each(1) // 3) * self.p * self.q // 2
+
+    def cuda(self, places: tuple[int, int], weight: tuple[int, int]) -> str:
+        mode = self.mode + MOST_MODES - len(self.before.sizes)
+        numbers = ", ".join(map(str, (*places, *weight)))
+        return f"Step<{mode}, {self.before.cuda()}, {self.behind.cuda()}, {self.order.cuda()}, {numbers}>"
+
+
+def visit(name: str, calls: Sequence[str], further: str = "") -> list[str]:
+    """A function of a kernel `k` that makes these calls."""
+    more = f", class {further.split('&')[0]}" if further else ""
+    parameters = f"const Kernel& k{', ' + further if further else ''}"
+    return [f"template <class Kernel{more}> static DEVICE void {name}({parameters}) {{ {' '.join(calls)} }}"]
+
+
+def sizes_between(modes: Sequence[Mode], order: Sequence[int]) -> list[tuple[int, ...]]:
+    """Sizes of the states before, between and behind contractions."""
+    sizes = [mode.p for mode in modes]
+    found = [tuple(sizes)]
+    for at in order:
+        sizes[at] = modes[at].q
+        found.append(tuple(sizes))
+    return found
+
+
+def orders_of(modes: Sequence[Mode]) -> list[tuple[int, ...]]:
+    """Orders of contractions, the first mode's first; of many modes, which have more orders, some."""
+    further = range(1, len(modes))
+    if len(modes) == MOST_MODES:
+        return [(0, *further), (0, *reversed(further))]
+    return [(0, *each) for each in itertools.permutations(further)]
+
+
+def takes(modes: Sequence[Mode], gpu: Gpu) -> bool:
+    """Whether such passes can have these modes."""
+    if not (gpu.copy_engine and gpu.doubles) or not 2 <= len(modes) <= MOST_MODES:
+        return False
+    small = all(len(mode.parts) == 1 and 2 <= mode.p <= LARGEST and 2 <= mode.q <= LARGEST for mode in modes)
+    return small and 8 * math.prod(max(mode.p, mode.q) for mode in modes) <= gpu.shared // 2
+
+
+def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_bytes: int) -> int:
+    """Groups that a block can have; none where a thread would need too many registers."""
+    if registers > 255:
+        return 0
+    room = (gpu.shared - weight_bytes) // (group_bytes + BARRIER_BYTES)
+    most = MOST_GROUPS if warps > 1 else MOST_WARPS
+    return min(most, room, 65536 // (128 * round_up(registers, 8)) * 4 // warps)
+
+
+def time_of(
+    gpu: Gpu, units: int, waves: float, multiply_adds: float, products: float, moved: int, groups: int, alone: float
+) -> float:
+    """Predicted microseconds: of units that each take so many accesses to shared memory, FMA of warps and products of
+    the matrix unit, and move so many bytes. A group by itself takes `alone` for one."""
+    rate = gpu.flops["float64"] / 0.45e6
+    times = (
+        waves / WAVES_US,
+        multiply_adds * CLOCKS / WAVES_US,
+        2048 * products / (rate * 0.45e6),
+        moved / (0.9 * gpu.memory_bytes),
+    )
+    each = -(-units // gpu.sms)
+    return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // groups) * alone)
+
+
+@dataclass(frozen=True)
+class SmallDoubleBackward(BlockSums):
     """A pass, tiled. `us` is the time predicted."""
 
     steps: tuple[Step, ...]
@@ -41,6 +147,38 @@ class SmallDoubleBackward(OfSmallDouble, BlockSums):
     us: float = 0.0
 
     dtype = "float64"
+    units_per_block = 1
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.groups
+
+    @property
+    def details(self) -> str:
+        steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
+        return f"{steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots"
+
+    def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
+        """Calls that load the steps' weights, which have these numbers; the places of each, as it is and turned; all
+        bytes."""
+        at, places, lines = 0, [], []
+        for step, number in zip(self.steps, weights, strict=True):
+            place = []
+            for flag in (False, True) if turned else (False,):
+                rows, row = (step.p, step.q) if flag else (step.q, step.p)
+                lines.append(f"k.template load_weight<{step.q}, {step.p}, {str(flag).lower()}>({number}, {at});")
+                place.append(at)
+                at += 8 * rows * round_up(row, 2)
+            places.append((place[0], place[-1] if turned else 0))
+        return lines, places, at
+
+    def alone(self, waves: float, steps: float) -> float:
+        """Microseconds of a group for a unit, with so many accesses, if it is alone."""
+        return ALONE * waves / WAVES_US / self.warps + STEP_US * steps + (LOAD_US if self.slots == 1 else 0)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(8 * (step.q * round_up(step.p, 2) + step.p * round_up(step.q, 2)) for step in self.steps)
 
     @property
     def weights(self) -> int:

@@ -13,7 +13,7 @@ from factorlayer.kernels.work import Mode, OfWork, Work
 
 SIZES = (4, 8)
 MOST_THREADS, REGISTERS = 512, 128
-START_US = 4.0
+START_US = 3.2
 OTHER = 1.25  # instructions for each multiply-add
 HIDDEN = 0.7  # of what takes less time, memory or instructions
 

@@ -23,7 +23,7 @@ LARGEST = 128
 CLUSTER = 8  # blocks, backward
 COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
 SLOT_BYTES = 8192
-START_US = 11.0
+START_US = 10.2
 STATE_US, KILOBYTE_US = (
     0.7,
     0.063,

@@ -267,7 +267,7 @@ class MonarchChunkWeights(Preparing):
 
     threads = 256
     shared = 0
-    us, is_launched = 0.0, False  # counted by the pass behind it
+    us = 0.0  # counted by the pass behind it
     starts = True
     header = "monarch_chunks"
 
@@ -406,4 +406,4 @@ def time(plan: MonarchChunks, batch: int) -> float:
     us = full * max(plan.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
     moved = batch * (a * p + b * q) * size / (gpu.memory_bytes * gpu.sms)
     prepared = START_US + plan.prepared_bytes / (gpu.l2_bytes * gpu.sms) * 8
-    return gpu.rates.launch_us + gpu.rates.behind_us + prepared + together(us, moved)
+    return 2 * gpu.rates.behind_us + prepared + together(us, moved)

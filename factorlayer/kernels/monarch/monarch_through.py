@@ -167,4 +167,4 @@ def _time(plan: MonarchThrough) -> float:
     moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * 2
     busy = each * max(1.3 * both / gpu.rates.cycles, 128 * loads / 90e3)
     memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
-    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory)
+    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory)

@@ -21,7 +21,7 @@ LEAST_UNITS = 4  # that are worth a block
 MOST_SLOTS = 12
 THREADS = 384  # a warpgroup for either gradient, and one of which a thread asks for what is copied
 MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
-START_US = 5.0  # of a block: its weights, the first units, and its sums
+START_US = 4.2  # of a block: its weights, the first units, and its sums
 MOST_SLABS = 1 << 24
 
 
@@ -124,4 +124,4 @@ def _time(plan: SlabBackward) -> float:
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
     memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
     summed = parts * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)
-    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed
+    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed

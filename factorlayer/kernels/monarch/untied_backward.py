@@ -229,4 +229,4 @@ def _time(plan: UntiedBackward) -> float:
     summed = parts * plan.weights * SUM_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
     # Half of what they push out of L2 goes to memory while others still multiply
     summed += parts * plan.weights * SUM_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
-    return 4.0 + max(busy, memory) + 0.1 * min(busy, memory) + summed
+    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -28,7 +28,7 @@ WAYS, MOST_WAYS = 4, 16  # of these, for a column
 LOOKING = 128  # blocks, for the largest of each weight
 HELD, HELD_OF_MANY, FEW_GROUPS = 32, 16, 4  # q's that a block holds at once, for the first gradient
 MANY = 8  # blocks for a multiprocessor
-START_US = 1.2
+START_US = 0.4
 # A round of gradients' sums, with both its barriers. So 17 passes that took 1.5 to 42 us on one H100 are predicted
 # within 1.5 times, but for the shortest one.
 ROUND_US = 1.2

@@ -65,7 +65,7 @@ class ColumnSums(TileSums):
     def us(self) -> float:
         """Predicted microseconds."""
         bytes_read = self.batch * self.features * ELEMENT_BYTES[self.dtype]
-        return 2.5 + bytes_read / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
+        return 1.7 + bytes_read / (0.85 * self.gpu.memory_bytes * self.gpu.sms)
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us

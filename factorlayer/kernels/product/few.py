@@ -138,10 +138,6 @@ class Few(Pass):
     waits = False
 
     @property
-    def is_launched(self) -> bool:
-        return self.first
-
-    @property
     def asks(self) -> Asks:
         return self.product.asks if self.first else ()
 
@@ -194,7 +190,7 @@ def time(plan: Few, batch: int) -> float:
     weight = p.weights * p.size
     blocks, tiles = -(-batch // plan.samples), -(-batch // 16)
     # The weights of one behind another are on their way when that one ends, in a graph or not.
-    us = gpu.rates.launch_us if plan.first else gpu.rates.behind_us
+    us = gpu.rates.behind_us
     us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, plan.split)))
     # A load of a warp has pieces of eight rows, each a line of the first-level cache
     each = 1 / min(gpu.l2_bytes, 4 * plan.load * CYCLES) / gpu.sms
@@ -257,10 +253,6 @@ class FewPass(Pass):
         return "prepared" if self.part == "FewStates" else ""
 
     reads_prepared = True
-
-    @property
-    def is_launched(self) -> bool:
-        return self.part == "FewStates"
 
     def us_of(self, batch: int) -> float:
         return _backward_time(self, batch)
@@ -481,7 +473,7 @@ def _backward_time(plan: FewPass, batch: int = TILE) -> float:
     again = further * max(waves * plan.rounds * gpu.rates.wait_us, states / gpu.sms, products / gpu.sms)
     if plan.template == "FewStates":
         held = 0.014 if plan.dtype == "float32" else 0.008
-        us = gpu.rates.launch_us + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
+        us = gpu.rates.behind_us + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
         us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * gpu.rates.wait_us
         return us + again
     if plan.template == "FewBack":

@@ -195,4 +195,4 @@ def time(plan: Mapped) -> float:
     busy *= 1.03 if plan.cluster > 1 or c.q % plan.n else 1
     moved = 4 * plan.batch * (p.x_features + p.y_features) + 4 * p.weights
     memory = 1.1 * moved / (gpu.memory_bytes * gpu.sms)
-    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory)
+    return 2.2 + max(busy, memory) + 0.1 * min(busy, memory)

@@ -43,7 +43,7 @@ class Slopes(Pass):
     @property
     def us(self) -> float:
         """Predicted microseconds."""
-        return 2.5 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
+        return 1.7 + 3 * self.batch * self.output_bytes / (0.9 * self.gpu.memory_bytes * self.gpu.sms)
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us

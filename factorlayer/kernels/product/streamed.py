@@ -523,7 +523,7 @@ def time(plan: Streamed, batch: int) -> float:
     turns = -(-each // plan.blocks)
     through_registers = min(plan.accesses[:2]) < 4
     waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.slots - 1))
-    return 1.5 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
+    return 0.7 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
 
 def _copied(plan: Streamed) -> tuple[float, float, float]:

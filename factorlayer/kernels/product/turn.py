@@ -88,7 +88,7 @@ class Turn(Pass):
         elements = tiles * math.prod(self.tile) / self.gpu.sms
         accesses = elements * (1 / self.read + 1 / self.write) / 32
         moved = 2 * self.batch * self.output_bytes / (self.gpu.memory_bytes * self.gpu.sms)
-        return 2.5 + MEMORY * moved + ACCESS_CYCLES * accesses / self.gpu.rates.cycles
+        return 1.7 + MEMORY * moved + ACCESS_CYCLES * accesses / self.gpu.rates.cycles
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us

@@ -22,7 +22,7 @@ class WeightHalves(Preparing):
 
     shared = 0
     threads = 512
-    us, is_launched = 0.0, False
+    us = 0.0
 
     @property
     def prepared_at(self) -> int:

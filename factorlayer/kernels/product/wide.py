@@ -349,7 +349,7 @@ def time(plan: Wide) -> float:
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
     split = 1.5 + plan.halves_bytes / 2e6 if plan.splits else 0  # its weight, by another pass
-    return 3.0 + split + max(busy, memory) + 0.1 * min(busy, memory)
+    return 2.2 + split + max(busy, memory) + 0.1 * min(busy, memory)
 
 
 def _parts_of_sectors(plan: Wide) -> float:

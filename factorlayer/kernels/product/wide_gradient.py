@@ -284,4 +284,4 @@ def _time(plan: WideGradient) -> float:
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
-    return 3.0 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)
+    return 2.2 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

@@ -284,4 +284,4 @@ def _time(plan: Dense, batch: int) -> float:
     alone = PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
     functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, plan.layers, strict=True))
     busy = max(products + sums, memory, functions / plan.gpu.rates.special_functions)
-    return plan.gpu.rates.launch_us + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))
+    return plan.gpu.rates.behind_us + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))

@@ -21,7 +21,7 @@ from factorlayer.maths.chain import Chain
 SLAB = 64 * 128  # bytes: 64 samples of 64 features
 # Beside products, with sums that are added and stored in the end: five blocks of 2 to 6 layers of 8 to 96 took 4.4 to 6
 # us on one H100 and one H200
-START_US = 4.2
+START_US = 3.4
 PRODUCTS = 3  # of a layer: forward once more, its gradient, and what goes back
 OTHER_REGISTERS = 40
 

@@ -19,7 +19,7 @@ from factorlayer.maths.chain import Chain
 SAMPLES_BYTES = 64 * 4  # of a feature
 OTHER_REGISTERS = 34
 LEAST, MOST = 64, 128  # inputs or outputs of a layer whose sums are shared: beyond the first; both, up to the second
-START_US = 6.0
+START_US = 5.2
 WAIT_US = 1.0  # of 64 samples that nothing runs beside: for them to load, and for each layer
 
 

@@ -19,7 +19,7 @@ from factorlayer.maths.chain import Chain
 
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_SLOTS, LEAST_SLOTS = 8, 3
-START_US = 3.0
+START_US = 2.2
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
@@ -267,7 +267,7 @@ class WeightChunks(Preparing):
 
     @property
     def us(self) -> float:
-        return 2.0 + self.prepared_bytes / 1e6
+        return 1.2 + self.prepared_bytes / 1e6
 
     def __str__(self) -> str:
         return f"weights as slots hold them: {self.prepared_bytes} bytes"

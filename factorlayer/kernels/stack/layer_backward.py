@@ -12,7 +12,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense_backward import SLAB, DenseBackward
 from factorlayer.maths.chain import Chain
 
-START_US = 6.0
+START_US = 5.2
 LEAST, MOST = 64, 128  # outputs, beyond the first and up to the second, and inputs up to the second
 
 

@@ -208,6 +208,7 @@ class StackBackward(BlockSums):
         regions = [(1, width, 1, width, 0) for width in (self.widths[0], self.widths[-1])]
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
         told |= {"UNITS_PER_SAMPLE": 1, "GRAD": self.tensors, "COUNT": self.weights, "BIAS": False, "PARTS": 1}
+        told |= {"TERMS": 1, "GRADS": 1, "kGradBytes": 0}
         told |= {"X_TERM": 0, "G_TERM": 0, "COPY_X": copied_at_once(self.raw(0), regions[0], self.size)}
         told |= {"COPY_G": copied_at_once(self.raw(last + 1), regions[1], self.size)}
         told |= {"kBarrierBytes": 0, "kWeightBytes": self.weight_bytes, "kStateBytes": self.state_bytes[0]}
@@ -295,7 +296,7 @@ class StackBackward(BlockSums):
             calls.append(f"c.template steepen<F{last}>({self._state(last)}, g, present);")
         for i in reversed(range(last + 1)):
             x, g = self._state(i), self._state(i + 1)
-            calls += [f"c.template learn<D{i}>(sums.d{i}, {x}, {g});", "c.sync();"]
+            calls += [f"c.template learn<D{i}>(sums.d{i}, {x}, {g}, 0);", "c.sync();"]
             calls.append(f"c.template back<B{i}>({g}, {x}, {self._slopes(i - 1)}, present);")
         return function("walk(const C& c, AllSums<C>& sums, u32 x, u32 g, int present)", calls)
 

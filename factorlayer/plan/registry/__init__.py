@@ -33,7 +33,6 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT,
     OF_WEIGHT_AND_BIAS,
     OF_WEIGHT_IN_ORDER,
-    WIDE_RESIDENT,
 )
 from factorlayer.plan.registry.stack import (
     OF_ANY_STACK,
@@ -87,7 +86,7 @@ __all__ = [
 
 KINDS = {
     "One pass of a Kronecker product": OF_WORK,
-    "One contraction": (*OF_PRODUCT, WIDE_RESIDENT),
+    "One contraction": OF_PRODUCT,
     "Both contractions of a Monarch layer": OF_MONARCH,
     "All gradients of one factor": OF_ONE_FACTOR,
     "All gradients of several factors": (*OF_FACTORS, CHAIN_BACKWARD),

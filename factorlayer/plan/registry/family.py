@@ -157,7 +157,6 @@ class Family:
     margin: Margin = Margin()
     told: tuple[str, ...] = ()
     alone: bool = False  # where it has a kernel, those of its kind behind it are not asked
-    settles: bool = False  # where it has a kernel, contractions one by one are not asked
     last: bool = False  # taken only where no family of another kind has a kernel
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import chain_backward, tiling
 from factorlayer.kernels.bank_layouts import MOST_MODES
 from factorlayer.kernels.chain_backward import ChainBackward
@@ -22,7 +21,6 @@ from factorlayer.kernels.kronecker import (
     pair_split_backward,
     pair_tf32_backward,
     single_split_backward,
-    small_double,
     small_double_backward,
     small_float,
     small_float_backward,
@@ -31,20 +29,9 @@ from factorlayer.kernels.kronecker import (
 )
 from factorlayer.kernels.product import single_backward
 from factorlayer.kernels.resident import Resident
-from factorlayer.kernels.work import Work
-from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, Family, Takes
 
 # One pass of a Kronecker product: tile(work, batch, gpu)
-
-
-def _is_padded(work: Work, batch: int, gpu: Gpu) -> bool:
-    """Whether resident passes would pad a mode."""
-    return any(n % 8 for state in work.states for n in state)
-
-
-def _has_few_units(work: Work, batch: int, gpu: Gpu) -> bool:
-    """Of which resident passes start faster."""
-    return batch * work.outer <= gpu.sms
 
 
 RESIDENT = Family(
@@ -95,15 +82,6 @@ TRIPLE = Family(
     "triple",
     Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, triple.LARGEST)),
 )
-SMALL_DOUBLE = Family(
-    "small double",
-    "Factors of up to 16 in double",
-    small_double.tile,
-    (small_double.SmallDouble,),
-    "small-factors",
-    Takes(("float64",), ("copy_engine", "doubles"), (2, MOST_MODES), (2, small_double.LARGEST)),
-    margin=Margin(1.2, 0.6, _is_padded, f"beside resident passes, predicted too short with padded modes: {ON_TABLES}"),
-)
 PAIR = Family(
     "pair",
     "Two large factors, maybe with a small one before them",
@@ -111,10 +89,8 @@ PAIR = Family(
     (pair.Pair,),
     "pair",
     Takes(FLOATS, ("wgmma",), (2, 3), more="of the last two q's of 24 to 128"),
-    margin=Margin(0.85, 1.15, _has_few_units, f"beside resident passes, which start faster: {ON_TABLES}"),
-    settles=True,
 )
-OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, SMALL_DOUBLE, PAIR)
+OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 
 # All gradients of contractions, at one visit: tile(contraction, dtype, batch, gpu) of one tied factor
 
@@ -248,7 +224,7 @@ OF_FACTORS = (
         small_double_backward.tile,
         (small_double_backward.SmallDoubleBackward,),
         "small-factors",
-        Takes(("float64",), ("copy_engine", "doubles"), (3, MOST_MODES), (2, small_double.LARGEST)),
+        Takes(("float64",), ("copy_engine", "doubles"), (3, MOST_MODES), (2, small_double_backward.LARGEST)),
     ),
     Family(
         "pair double backward",

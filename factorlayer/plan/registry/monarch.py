@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from factorlayer.kernels.monarch import (
-    monarch,
-    monarch_backward,
     monarch_chunks,
-    monarch_mapped,
     monarch_pairs,
     monarch_through,
     slab_backward,
@@ -14,20 +11,11 @@ from factorlayer.kernels.monarch import (
     whole,
 )
 from factorlayer.kernels.product import few
-from factorlayer.plan.registry.family import ANY, FEW, MANY, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import FEW, MANY, ON_TABLES, Family, Margin, Takes
 
 # Both contractions of a Monarch layer: tile(chain, dtype, batch, gpu)
 
 AT_ONCE = Margin(1.2, source=f"beside two passes: {ON_TABLES}")
-MONARCH_MAPPED = Family(
-    "monarch mapped",
-    "A Monarch layer of many small groups in tf32",
-    monarch_mapped.tile,
-    (monarch_mapped.MonarchMapped,),
-    "monarch",
-    Takes(("tf32",), ("wgmma",), (2, 2), tied=False, samples=(monarch_mapped.ROWS, ANY)),
-    margin=AT_ONCE,
-)
 MONARCH_THROUGH = Family(
     "monarch through",
     "A Monarch layer of few large groups",
@@ -35,15 +23,6 @@ MONARCH_THROUGH = Family(
     (monarch_through.MonarchThrough,),
     "monarch",
     Takes(monarch_through.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="4 or 8 groups"),
-    margin=AT_ONCE,
-)
-MONARCH = Family(
-    "monarch",
-    "A Monarch layer of many small groups",
-    monarch.tile,
-    (monarch.Monarch,),
-    "monarch",
-    Takes(monarch.DTYPES, factors=(2, 2), tied=False),
     margin=AT_ONCE,
 )
 MONARCH_CHUNKS = Family(
@@ -55,7 +34,7 @@ MONARCH_CHUNKS = Family(
     Takes(factors=(2, 2), tied=False, samples=MANY),
     margin=AT_ONCE,
 )
-OF_MONARCH = (MONARCH_MAPPED, MONARCH_THROUGH, MONARCH, MONARCH_CHUNKS)
+OF_MONARCH = (MONARCH_THROUGH, MONARCH_CHUNKS)
 
 # Gradients of untied contractions: tile(chain, dtype, batch, gpu)
 
@@ -75,14 +54,6 @@ SLAB_BACKWARD = Family(
     "untied",
     Takes(("tf32",), ("wgmma",), (1, 1), tied=False, samples=MANY, more="a grad_y that lies by slabs"),
 )
-MONARCH_BACKWARD = Family(
-    "monarch backward",
-    "All gradients of a Monarch layer of many small groups",
-    monarch_backward.all_gradients,
-    (monarch_backward.MonarchBack, monarch_backward.MonarchWeights, monarch_backward.MonarchGradient),
-    "monarch",
-    Takes(monarch_backward.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="a state that is the largest"),
-)
 FEW_BACKWARD = Family(
     "few backward",
     "All gradients of few samples of a Monarch layer",
@@ -97,7 +68,7 @@ MONARCH_PAIRS = Family(
     monarch_pairs.all_gradients,
     (monarch_pairs.MonarchPairs,),
     "monarch",
-    Takes(factors=(2, 2), tied=False, samples=MANY),
+    Takes(monarch_pairs.DTYPES, factors=(2, 2), tied=False, samples=MANY),
     margin=AT_ONCE,
 )
 # A Monarch layer as a dense one, whose families take the samples
@@ -112,4 +83,4 @@ WHOLE = Family(
 )
 OF_ONE_UNTIED = (UNTIED_BACKWARD,)
 OF_ONE_UNTIED_BY_SLABS = (SLAB_BACKWARD,)
-OF_TWO_UNTIED = (MONARCH_BACKWARD, FEW_BACKWARD)  # of which the first that has a kernel is taken
+OF_TWO_UNTIED = (FEW_BACKWARD,)

@@ -8,13 +8,13 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import gradient
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction, Reductions
-from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient, wide_resident
+from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient
 from factorlayer.kernels.product.column_sums import ColumnSums
 from factorlayer.kernels.product.slopes import Slopes
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.registry.family import FEW, HALVES, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import FEW, ON_TABLES, Family, Margin, Takes
 
 # One contraction: tile(product, batch, gpu), and of few samples whether it is the first and the last of its chain
 
@@ -56,18 +56,10 @@ WIDE = Family(
 MAPPED = Family(
     "mapped", "One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1))
 )
-WIDE_RESIDENT = Family(
-    "wide resident",
-    "A mode of 8 before a wide product, few k (lokr)",
-    wide_resident.tile,
-    (wide_resident.WideResident,),
-    "wide",
-    Takes(HALVES, ("wgmma",), (1, 1), tied=True),
-)
 OF_PRODUCT_OF_SOME = (FEW_OF_SOME,)
 OF_PRODUCT = (FEW_PRODUCT, STREAMED, WIDE, MAPPED)
 OF_SCALED_PRODUCT = (WIDE,)  # whose weight is prepared, and scaled
-OF_MIXED_PRODUCT = (WIDE, WIDE_RESIDENT)  # of a mode of 8 before it
+OF_MIXED_PRODUCT = (WIDE,)  # of a mode of 8 before it
 OF_SLABS = (MAPPED,)  # whose y lies by slabs
 
 # The gradient of one weight: tile(contraction, dtype, batch, gpu)

@@ -197,7 +197,7 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
     constexpr int kOf = D::MT * D::NT, kP = D::P - BIAS;
     add_up<D::COUNT * kOf, kBlock, 32 * D::SHARE, Pass::GROUPS * Pass::kGroupBytes, Real>(
         weights + Pass::kWeightBytes,
-        [&](int n) -> const Real(&)[4] { return sums[n / kOf][n % kOf / D::NT][n % D::NT]; },
+        [&](int n) -> const Real(&)[4] { return sums[0][n / kOf][n % kOf / D::NT][n % D::NT]; },
         [&](int n, int member, const Real(&sum)[4]) {
           const Lane at(member % 32);
           const int tile = member / 32 + n / kOf * D::SHARE;
