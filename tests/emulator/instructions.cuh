@@ -247,7 +247,6 @@ inline void store_run(void* to, u32 from, u32 bytes) { emulator::store_run(to, f
 inline void commit_stores() {}
 inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }
 inline void wait_for_stores() { emulator::wait_for_stores(); }
-inline void fence_copies_of_memory() {}
 inline void fence_copy_engine() { emulator::fence(); }
 
 template <bool TRANSPOSED, int N> inline void load_matrices(u32 (&x)[N], u32 row) {

@@ -26,12 +26,6 @@ DEVICE constexpr u32 swizzled(u32 row, u32 piece) { return row * 128 + ((piece ^
 // What the matrix unit is told of an operand. The next 32 bytes of k are at operand + 2, the next slab at its address.
 DEVICE u64 operand(u32 slab) { return u64(slab >> 4 & 0x3fff) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62; }
 
-// Of one with rows of 64 or 32 bytes of k, eight behind one another, whose pieces change places by the bits of their addresses
-// from 128 on.
-template <int BYTES> DEVICE u64 narrow_operand(u32 slab) {
-  return u64(slab >> 4 & 0x3fff) | u64(1) << 16 | u64(BYTES / 2) << 32 | u64(BYTES == 64 ? 2 : 3) << 62;
-}
-
 // Of 16 bits, operands may lie the other way, turned: rows of a slab are k's, and 64 m's or n's go along them, `bytes` from one
 // slab to the next 64. 16 k's further is operand + 128.
 DEVICE u64 turned_operand(u32 slab, u32 bytes) {

@@ -352,8 +352,6 @@ DEVICE void store_run(void* to, u32 from, u32 bytes) {
 DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// What ordinary stores wrote to memory, before the engine reads it there: by who wrote it, and by who waited for them.
-DEVICE void fence_copies_of_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // 8 x 8 matrices of 16-bit elements, one row address per lane; TRANSPOSED hands out columns.
