@@ -107,11 +107,6 @@ def by_products(sizes: Sequence[int], strides: Int, mode: int, order: Order) -> 
     return total
 
 
-def dense(sizes: tuple[int, ...]) -> State:
-    """The state as memory has it."""
-    return State(sizes, tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes))))
-
-
 def _nested(sizes: tuple[int, ...], modes: Sequence[int], pads: Sequence[int]) -> tuple[int, ...]:
     """Strides where modes lie in each other, the last one's elements side by side, with padding behind the others'."""
     strides, apart = [0] * len(sizes), 1
@@ -174,27 +169,17 @@ def _table(
 def lay_out(
     sizes: Sequence[tuple[int, ...]],
     uses: Sequence[tuple[Uses | None, Uses | None]],
-    products: bool,
-    in_memory_order: int,
-    g_in_slot: bool,
 ) -> tuple[int, list[State], list[Order]]:
     """The states before, between and behind contractions, and the orders of these, with the fewest accesses, which are
-    counted. One contraction's columns are in memory's order."""
-    flags = (False, True)
-    orders = [
-        Order(*each)
-        for each in itertools.product(flags, flags if products else (False,), flags if products else (False,))
-    ]
+    counted. The first contraction's columns are in memory's order."""
+    orders = [Order(*each) for each in itertools.product((False, True), repeat=3)]
     last = len(sizes) - 1
     best: dict[Order | None, tuple[int, list[State], list[Order]]] = {None: (0, [], [])}
     for i, size in enumerate(sizes):
-        if i == last and not g_in_slot:
-            table: Table = {(order, None): (0, dense(size)) for order in orders}
-        else:
-            table = _table(size, *uses[i], orders, i in (0, last))
+        table = _table(size, *uses[i], orders, i in (0, last))
         found: dict[Order | None, tuple[int, list[State], list[Order]]] = {}
         for (one, other), (cost, state) in table.items():
-            if one not in best or (other is not None and i == in_memory_order and other.reverse):
+            if one not in best or (other is not None and i == 0 and other.reverse):
                 continue
             before, laid, chosen = best[one]
             if other not in found or before + cost < found[other][0]:

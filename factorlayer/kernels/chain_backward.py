@@ -252,7 +252,7 @@ class ChainBackward(BlockSums):
         """Those of a slot: of all terms, or one for each that a block has."""
         return self.work.rank if self.places.terms_g else 1
 
-    @functools.cached_property
+    @kept
     def between(self) -> tuple[int, ...]:
         """Bytes of each S between x and grad_y. What the last contraction back reads is there for each term."""
         return tuple(n * (1 if i else self.work.rank) for i, n in enumerate(self.state_bytes[1:-1]))

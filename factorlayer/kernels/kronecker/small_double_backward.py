@@ -117,22 +117,6 @@ def groups_of(gpu: Gpu, warps: int, registers: int, group_bytes: int, weight_byt
     return min(most, room, 65536 // (128 * round_up(registers, 8)) * 4 // warps)
 
 
-def time_of(
-    gpu: Gpu, units: int, waves: float, multiply_adds: float, products: float, moved: int, groups: int, alone: float
-) -> float:
-    """Predicted microseconds: of units that each take so many accesses to shared memory, FMA of warps and products of
-    the matrix unit, and move so many bytes. A group by itself takes `alone` for one."""
-    rate = gpu.flops["float64"] / 0.45e6
-    times = (
-        waves / WAVES_US,
-        multiply_adds * CLOCKS / WAVES_US,
-        2048 * products / (rate * 0.45e6),
-        moved / (0.9 * gpu.memory_bytes),
-    )
-    each = -(-units // gpu.sms)
-    return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // groups) * alone)
-
-
 @dataclass(frozen=True)
 class SmallDoubleBackward(BlockSums):
     """A pass, tiled. `us` is the time predicted."""
@@ -158,23 +142,15 @@ class SmallDoubleBackward(BlockSums):
         steps = ", ".join(f"{step.p}→{step.q}" for step in self.steps)
         return f"{steps}, {self.groups} groups of {self.warps} warps, {self.slots} slots"
 
-    def weight_lines(self, weights: Sequence[int], turned: bool) -> tuple[list[str], list[tuple[int, int]], int]:
-        """Calls that load the steps' weights, which have these numbers; the places of each, as it is and turned; all
-        bytes."""
+    def weight_lines(self) -> tuple[list[str], list[tuple[int, int]]]:
+        """Calls that load the steps' weights, and the places of each, as it is and turned."""
         at, places, lines = 0, [], []
-        for step, number in zip(self.steps, weights, strict=True):
-            place = []
-            for flag in (False, True) if turned else (False,):
-                rows, row = (step.p, step.q) if flag else (step.q, step.p)
-                lines.append(f"k.template load_weight<{step.q}, {step.p}, {str(flag).lower()}>({number}, {at});")
-                place.append(at)
+        for step in self.steps:
+            for turned, rows, row in (("false", step.q, step.p), ("true", step.p, step.q)):
+                lines.append(f"k.template load_weight<{step.q}, {step.p}, {turned}>({step.mode}, {at});")
+                places.append(at)
                 at += 8 * rows * round_up(row, 2)
-            places.append((place[0], place[-1] if turned else 0))
-        return lines, places, at
-
-    def alone(self, waves: float, steps: float) -> float:
-        """Microseconds of a group for a unit, with so many accesses, if it is alone."""
-        return ALONE * waves / WAVES_US / self.warps + STEP_US * steps + (LOAD_US if self.slots == 1 else 0)
+        return lines, list(zip(places[::2], places[1::2], strict=True))
 
     @property
     def weight_bytes(self) -> int:
@@ -216,12 +192,12 @@ class SmallDoubleBackward(BlockSums):
 
     @property
     def told(self) -> list[str]:
-        loads, weights, weight_bytes = self.weight_lines([step.mode for step in self.steps], True)
+        loads, weights = self.weight_lines()
         slot = self.steps[0].before.bytes
         told: Told = {"X": self.steps[0].before.cuda(), "G": self.steps[-1].behind.cuda(), "GRAD": len(self.steps)}
         told |= {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "kFours": self.tiles}
         told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "kSums": self.weights}
-        told |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": weight_bytes}
+        told |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": self.weight_bytes}
         begins = [-1, *self._state_begins[:-1], -1]
         fours = 0
         for i, step in enumerate(self.steps):
@@ -260,7 +236,7 @@ def _ways(modes: tuple[Mode, ...]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
         before = [Uses(mode, 1 + (i < last), 1) for i, mode in enumerate(order)]
         behind = [Uses(mode, 1 + (0 < i < last), 1) for i, mode in enumerate(order)]
         ends = list(zip([None, *before], [*behind, None], strict=True))
-        waves, laid, orders = lay_out(sizes, ends, True, 0, True)
+        waves, laid, orders = lay_out(sizes, ends)
         steps = zip(order, laid[:-1], laid[1:], orders, strict=True)
         found.append((waves, tuple(Step(*each) for each in steps)))
     return tuple(found)
@@ -277,12 +253,20 @@ def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[SmallDoub
 
 
 def _time(plan: SmallDoubleBackward, batch: int) -> float:
-    steps = plan.steps
+    """Predicted microseconds: accesses to shared memory, FMA of warps, products of the matrix unit and what is moved,
+    side by side; or groups, one unit after another."""
+    steps, gpu = plan.steps, plan.gpu
     x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
     moved = 8 * (2 * x + y)
     waves = plan.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
     multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
     products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
-    alone = plan.alone(waves, 1.5 * len(steps))
-    units = batch * plan.units_per_sample
-    return time_of(plan.gpu, units, waves, multiply_adds, products, moved, plan.groups, alone)
+    times = (
+        waves / WAVES_US,
+        multiply_adds * CLOCKS / WAVES_US,
+        2048 * products / gpu.flops["float64"],
+        moved / (0.9 * gpu.memory_bytes),
+    )
+    alone = ALONE * waves / WAVES_US / plan.warps + STEP_US * 1.5 * len(steps) + (LOAD_US if plan.slots == 1 else 0)
+    each = -(-batch * plan.units_per_sample // gpu.sms)
+    return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // plan.groups) * alone)

@@ -34,10 +34,6 @@ class OfMonarch(Pass):
     def output_bytes(self) -> int:
         return self.chain.out_features * self.size
 
-    def row_bytes(self, elements: int) -> int:
-        """Bytes from a row in shared memory to the next, an odd multiple of 16."""
-        return (-(-elements * self.size // 16) | 1) * 16
-
 
 def takes_forward(chain: Chain) -> bool:
     """Whether it is a layer's own chain, of which nothing is turned, and of no gradient."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
@@ -91,7 +92,7 @@ class MonarchChunks(OfMonarch):
     def writes(self) -> str:
         return "y" if self.back else "state"
 
-    @functools.cached_property
+    @kept
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Groups and numbers of each that it reads, the same that it makes, and the rank."""
         first, second = self.both
@@ -123,20 +124,20 @@ class MonarchChunks(OfMonarch):
         """The size that one product of the matrix unit sums over."""
         return 16 if self.size == 2 else 8
 
-    @functools.cached_property
+    @kept
     def padded(self) -> int:
         return round_up(self.sizes[1], self.step)
 
-    @functools.cached_property
+    @kept
     def depth(self) -> int:
         """Numbers of the state that a chunk's second product sums over, as padded."""
         return round_up(self.k * self.rank, self.step)
 
-    @functools.cached_property
+    @kept
     def chunks(self) -> int:
         return -(-self.sizes[0] // self.k)
 
-    @functools.cached_property
+    @kept
     def parts(self) -> int:
         """Parts of the output groups, and of their numbers."""
         return -(-self.sizes[2] // self.groups) * -(-self.sizes[3] // self.columns)
@@ -145,53 +146,53 @@ class MonarchChunks(OfMonarch):
     def split(self) -> int:
         return self.parts
 
-    @functools.cached_property
+    @kept
     def rows(self) -> tuple[int, int]:
         """Rows of the first weights for one input group, and of the second ones for one output group, as padded."""
         return round_up(self.groups * self.rank, 8 * self.n1), round_up(self.columns, 8 * self.nt)
 
-    @functools.cached_property
+    @kept
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of a chunk's first and second weights."""
         first, second = self.rows
         of_first = self.k * first * row_stride(self.padded, self.size)
         return of_first * self.size, self.groups * second * row_stride(self.depth, self.size) * self.size
 
-    @functools.cached_property
+    @kept
     def slot_bytes(self) -> int:
         return self.samples * row_stride(self.k * self.padded, self.size) * self.size + sum(self.weight_bytes)
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> int:
         return self.groups * self.samples * row_stride(self.depth, self.size) * self.size
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         result = self.samples * self.groups * self.columns * self.size
         return max(self.slots * self.slot_bytes + self.state_bytes, result)
 
-    @functools.cached_property
+    @kept
     def states(self) -> int:
         """Warp tiles of a chunk's states."""
         return self.k * self.samples // (16 * self.mt) * self.rows[0] // (8 * self.n1)
 
-    @functools.cached_property
+    @kept
     def items(self) -> int:
         """Warp tiles of y."""
         return self.groups * self.samples // (16 * self.mt) * self.rows[1] // (8 * self.nt)
 
-    @functools.cached_property
+    @kept
     def sums(self) -> int:
         """Registers of a thread that hold sums of y."""
         return -(-self.items // WARPS) * self.mt * self.nt * 4 * (2 if self.size == 8 else 1)
 
-    @functools.cached_property
+    @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
         return max(1, min(65536 // (self.threads * self.registers), fit, MOST_TOGETHER))
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         """Registers of a thread, about."""
         return self.sums + max(registers(self.dtype, self.mt, n) for n in (self.n1, self.nt))
@@ -201,7 +202,7 @@ class MonarchChunks(OfMonarch):
         """Bytes of an access to x."""
         return load_of(self.sizes[1], self.steps["X_STEP"], self.size)
 
-    @functools.cached_property
+    @kept
     def runs(self) -> tuple[int, int]:
         """Elements of y side by side that a block makes, and from one run to the next."""
         _, _, groups, q, _ = self.sizes

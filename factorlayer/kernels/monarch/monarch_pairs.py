@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.monarch import monarch_chunks
 from factorlayer.kernels.monarch.layer import OfMonarch
@@ -69,7 +70,7 @@ class Side:
     def size(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
-    @functools.cached_property
+    @kept
     def padded(self) -> int:
         return round_up(self.numbers, 16 if self.size == 2 else 8)
 
@@ -78,11 +79,11 @@ class Side:
         """Tiles of 8 columns of a warp's states."""
         return min(-(-self.columns // 8), MOST_ACROSS // (2 if self.size == 8 else 1))
 
-    @functools.cached_property
+    @kept
     def across(self) -> int:
         return -(-self.columns // (8 * self.n1))
 
-    @functools.cached_property
+    @kept
     def down_by_along(self) -> tuple[int, int]:
         """Warp tiles of a group's gradient."""
         return -(-self.columns // (16 * self.mt)), -(-self.numbers // (8 * self.nt))
@@ -96,18 +97,18 @@ class Side:
         """Registers of a thread that hold sums."""
         return -(-self.items // WARPS) * self.mt * self.nt * 4 * (2 if self.size == 8 else 1)
 
-    @functools.cached_property
+    @kept
     def weight_bytes(self) -> int:
         return self.some * self.across * 8 * self.n1 * row_stride(self.padded, self.size) * self.size
 
-    @functools.cached_property
+    @kept
     def row_bytes(self) -> int:
         """Bytes of a tile of its tensor."""
         reach = max(self.padded, self.down_by_along[1] * 8 * self.nt)
         width = round_up((self.some - 1) * self.padded + reach, 16 if self.size == 2 else 8)
         return self.samples * row_stride(width, self.size) * self.size
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> int:
         """Bytes of the other kind's states, which its gradient is summed over."""
         row = row_stride(self.down_by_along[0] * 16 * self.mt, self.size)
@@ -154,23 +155,23 @@ class MonarchPairs(OfMonarch, BlockSums):
     def units_per_block(self) -> int:
         return self.samples
 
-    @functools.cached_property
+    @kept
     def split(self) -> int:
         """Parts of the pairs."""
         return math.prod(-(-side.groups // side.some) for side in self.sides)
 
-    @functools.cached_property
+    @kept
     def shared(self) -> int:
         rows = self.slots * sum(side.row_bytes for side in self.sides)
         return rows + sum(side.weight_bytes + side.state_bytes for side in self.sides)
 
-    @functools.cached_property
+    @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
         return max(1, min(65536 // (self.threads * self.registers), fit, 2))
 
-    @functools.cached_property
+    @kept
     def registers(self) -> int:
         """Registers of a thread, about."""
         return sum(side.sums for side in self.sides) + max(

@@ -16,6 +16,7 @@ from factorlayer.activations.results import from_result
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result, slope
 from factorlayer.device.code import Asks, Told, ask_for, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.chain_backward import (
     MOST_GROUPS,
     OTHER_REGISTERS,
@@ -100,7 +101,7 @@ class StackBackward(BlockSums):
 
     # The layers
 
-    @functools.cached_property
+    @kept
     def widths(self) -> tuple[int, ...]:
         return (self.layers[0].in_features, *(layer.out_features for layer in self.layers))
 
@@ -141,7 +142,7 @@ class StackBackward(BlockSums):
         """The same, as memory has its features."""
         return replace(self.layout(i), p=self.widths[i])
 
-    @functools.cached_property
+    @kept
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes for each state, with what tiles read behind the last row, and behind them all for grad_y."""
         found = []
@@ -153,7 +154,7 @@ class StackBackward(BlockSums):
             found.append(round_up(elements * self.size + SLACK, 128))
         return tuple(found)
 
-    @functools.cached_property
+    @kept
     def places(self) -> tuple[int, ...]:
         """Bytes behind a group's slots where states between layers begin, then those where kept slopes do, and all."""
         states = self.state_bytes[1:-1]
@@ -173,7 +174,7 @@ class StackBackward(BlockSums):
         """Bytes of a group in which its warps' sums are added up."""
         return 32 * self.warps * 4 * SUM_BYTES[self.dtype]
 
-    @functools.cached_property
+    @kept
     def weight_places(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate((stage.weight_bytes for stage in self.forward), initial=0))
 
@@ -181,7 +182,7 @@ class StackBackward(BlockSums):
     def weight_bytes(self) -> int:
         return round_up(self.weight_places[-1] + BEYOND * self.size, 128)
 
-    @functools.cached_property
+    @kept
     def bias_places(self) -> tuple[int, ...]:
         """Bytes behind the weights' first one at which each bias begins, behind all groups, and the last one ends."""
         sizes = (round_up(round_up(f.q, 8 * f.nt) * self.size, 16) for f in self.forward)
