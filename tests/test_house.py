@@ -20,7 +20,7 @@ FLOORS = (
     ("maths",),
     ("kernels",),
     ("kernels/product",),
-    ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
+    ("kernels/kronecker", "kernels/monarch", "kernels/recurrent", "kernels/stack"),
     ("plan/registry",),
     ("plan",),
     ("autograd",),
@@ -41,7 +41,7 @@ ENGINE_FLOORS = (
     ("finish",),
     ("kernels",),
     ("kernels/product",),
-    ("kernels/kronecker", "kernels/monarch", "kernels/stack"),
+    ("kernels/kronecker", "kernels/monarch", "kernels/recurrent", "kernels/stack"),
 )
 MOST_FILES = 21  # of a folder
 PLANNED_WITHOUT_TORCH = ("device", "kernels", "plan")

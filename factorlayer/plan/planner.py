@@ -17,6 +17,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import ASKED, BATCHES, BETWEEN_CUTS, Plan, PlanError
+from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
 from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
@@ -174,6 +175,8 @@ def cut(
 
 
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
+    if is_recurrent(text):
+        return plan_recurrent(text, dtype, BATCHES[batch_class], gpu)
     layers, dtype, asked = _read(text, dtype)
     if asked or len(layers) > 1:
         return plan_stack(layers, dtype, BATCHES[batch_class], gpu, *(asked == word for word in WORDS))

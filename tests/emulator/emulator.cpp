@@ -149,7 +149,12 @@ int main(int count, char** arguments) {
   gridDim = {unsigned(number(9)), unsigned(number(10)), 1};
   params.x = map_tensor(folder + "/x", 0);
   if (number(11)) params.bias = map_tensor(folder + "/bias", 0);
-  for (int i = 0; i < number(12); ++i) params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
+  for (int i = 0; i < number(12); ++i) {
+    if (int64_t value; std::ifstream(folder + "/n" + std::to_string(i)) >> value)  // a number in a tensor's place
+      params.weights[i] = reinterpret_cast<void*>(value);
+    else
+      params.weights[i] = map_tensor(folder + "/w" + std::to_string(i), 0);
+  }
   if (number(11)) params.weights[number(12)] = params.bias;  // where a stack's layer has it
   params.y = map_tensor("", bytes);
   std::ifstream before(folder + "/before", std::ios::binary);  // what a pass before this one has written there

@@ -34,6 +34,7 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT_AND_BIAS,
     OF_WEIGHT_IN_ORDER,
 )
+from factorlayer.plan.registry.recurrent import OF_RECURRENCE, OF_RECURRENCE_BACK, OF_RECURRENT_SLOPES
 from factorlayer.plan.registry.stack import (
     OF_ANY_STACK,
     OF_ANY_STACK_BACK,
@@ -58,6 +59,9 @@ __all__ = [
     "OF_PRODUCT",
     "OF_PRODUCT_AND_SLOPES",
     "OF_PRODUCT_OF_SOME",
+    "OF_RECURRENCE",
+    "OF_RECURRENCE_BACK",
+    "OF_RECURRENT_SLOPES",
     "OF_SCALED_PRODUCT",
     "OF_SLABS",
     "OF_SLOPES",
@@ -95,6 +99,7 @@ KINDS = {
     "What goes before and behind contractions": (*OF_SUMS, *OF_SLOPES, *OF_TURN),
     "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK, *OF_ANY_STACK),
     "All gradients of dense layers": (*OF_STACK_BACK, *OF_ANY_STACK_BACK),
+    "Recurrent units": (*OF_RECURRENCE, *OF_RECURRENCE_BACK, *OF_RECURRENT_SLOPES),
     "Beside others' passes": (WHOLE, *BESIDE),
 }
 

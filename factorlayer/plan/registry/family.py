@@ -15,6 +15,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.recurrence import Recurrence
 from factorlayer.maths.spec import Contraction
 
 ANY = 1 << 60  # where a number has no bound
@@ -103,6 +104,8 @@ def _sizes(what: Any) -> Iterator[tuple[int, int]]:
         yield what.contraction.p, what.contraction.q
     elif isinstance(what, Contraction):
         yield what.p, what.q
+    elif isinstance(what, Recurrence):
+        yield from _sizes(what.chain)
     elif isinstance(what, Chain):
         yield from ((c.p, c.q) for c in what.contractions)
     elif isinstance(what, tuple):  # of modes or layers
@@ -118,6 +121,8 @@ def _kind(what: Any) -> tuple[bool | None, bool]:
         return what.contraction.tied, what.terms > 1
     if isinstance(what, Contraction):
         return what.tied, False
+    if isinstance(what, Recurrence):
+        return _kind(what.chain)
     if isinstance(what, Chain):
         kinds = {c.tied for c in what.contractions}
         return next(iter(kinds)) if len(kinds) == 1 else None, what.rank > 1

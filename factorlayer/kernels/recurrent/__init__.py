@@ -1,0 +1,1 @@
+"""Gated recurrent units, whose recurrent weights stay on chip over all steps."""

@@ -1,0 +1,341 @@
+"""A gated recurrent unit over all steps, some sequences a block: what recurrent.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.written import activation_type
+from factorlayer.device.code import Told, constants, function, kinds
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.resident import stage_type
+from factorlayer.kernels.stages import INSTRUCTIONS, SUM_REGISTERS, Stage, together
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.recurrence import GATES, Recurrence
+
+STEPS = 256  # that times are predicted for
+WARPS = (4, 8, 16)
+SEQUENCES = (1, 2, 4, 8, 16, 32)  # of a block
+SHARES = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8))  # 16 x 8 sums of a warp at once, down and across
+SLOTS = (4, 3, 2, 1)  # steps that inputs are asked for ahead
+REGISTERS = 65536  # of a multiprocessor
+OF_SUM = {"float32": 2, "float64": 2}  # registers of a number that is kept, where that is not one
+BESIDE = 72  # registers of a thread beside its numbers
+NUMBER_BYTES = 8  # of what says where a sequence's row lies
+# Special functions of a feature: two sigmoids of two each, and a tanh; instructions beside them for two features
+FUNCTIONS, OF_TWO = 5, 60
+WAIT_CYCLES, OF_STEP_OF_K = (
+    120,
+    36,
+)  # of a contraction: until the first operands are there, and for each product behind another
+
+
+@dataclass(frozen=True)
+class Recurrent(Pass):
+    """A pass, tiled, whose `units` are sequences of a block. `stages` contract the state of one gate."""
+
+    recurrence: Recurrence
+    dtype: str
+    stages: tuple[Stage, ...]
+    units: int
+    warps: int
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_sample = 1
+    blocks_per_sm = 0
+    title = "recurrent"
+
+    def us_of(self, batch: int) -> float:
+        blocks = -(-batch // self.units) * self.split
+        return STEPS * self.step_us * -(-blocks // self.gpu.sms)
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def split(self) -> int:
+        """Blocks along y: parts of a state that have nothing to do with each other."""
+        return parts_of(self.recurrence)
+
+    @property
+    def hidden(self) -> int:
+        """Features of a part."""
+        return self.recurrence.hidden // self.split
+
+    @property
+    def before(self) -> bool:
+        return self.recurrence.reset == "before"
+
+    @property
+    def last(self) -> Stage:
+        return self.stages[-1]
+
+    @property
+    def paired(self) -> bool:
+        """Whether no two neighbouring features lie in different rows of a contraction."""
+        first, last = self.stages[0], self.last
+        return not any(
+            n % 2 for n in (first.inner if first.inner > 1 else first.p, last.inner if last.inner > 1 else last.q)
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of features of a thread."""
+        return -(-self.last.tiles // self.warps) * 2 * self.last.mt * self.last.nt
+
+    # Shared memory: where rows lie, weights, states and what lies between contractions, inputs of some steps
+
+    @property
+    def states(self) -> int:
+        """Places of states."""
+        return 2 if self.before or len(self.stages) == 1 else 1
+
+    @property
+    def streams(self) -> int:
+        """Bytes of two features of all that is read at each step."""
+        return GATES * 2 * self.size
+
+    @property
+    def rows_bytes(self) -> int:
+        return round_up((self.slots + 2) * self.units * NUMBER_BYTES, 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(GATES * sum(stage.weight_bytes for stage in self.stages), 128)
+
+    @property
+    def places(self) -> list[int]:
+        """Bytes at which what each stage reads begins: the states, and what the gates have between contractions, in two
+        places in turn; and behind all."""
+        begin = self.states * self.states_at_once * self.stages[0].state_bytes
+        odd, even = (
+            GATES * max((stage.state_bytes for stage in some), default=0)
+            for some in (self.stages[1::2], self.stages[2::2])
+        )
+        return [0, *(begin if i % 2 else begin + odd for i in range(1, len(self.stages))), begin + odd + even]
+
+    @property
+    def states_at_once(self) -> int:
+        """States that a step begins with."""
+        return 1
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.streams * self.pairs * self.threads
+
+    @property
+    def streams_at(self) -> int:
+        return self.rows_bytes + self.weight_bytes + self.places[-1]
+
+    @property
+    def shared(self) -> int:
+        return self.streams_at + self.slots * self.slot_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        raise NotImplementedError  # of rows, not of sequences
+
+    @property
+    def details(self) -> str:
+        each = f"{self.units} sequences" if self.units > 1 else "one sequence"
+        parts = f" of one of {self.split} parts" if self.split > 1 else ""
+        return f"{each}{parts} a block, {self.warps} warps, inputs {self.slots} steps ahead, " + ", ".join(
+            map(str, self.stages)
+        )
+
+    # Time
+
+    @property
+    def step_us(self) -> float:
+        """Microseconds of a step."""
+        passes = [(stage, GATES) for stage in self.stages]
+        if self.before:
+            passes = [(stage, gates) for gates in (2, 1) for stage in self.stages]
+        barriers = self.gpu.rates.sync_us * len(passes)
+        return (
+            sum(stage_us(stage, gates, self.warps, self.gpu) for stage, gates in passes) + barriers + self._gates_us()
+        )
+
+    def _gates_us(self) -> float:
+        features = self.units * self.hidden
+        special = features * FUNCTIONS / self.gpu.rates.special_functions
+        rounds = self.pairs * self.warps
+        return together(special, rounds * OF_TWO / self.gpu.instructions) + WAIT_CYCLES / self.gpu.rates.cycles
+
+    # What its kernel is told
+
+    @property
+    def first_tensor(self) -> int:
+        """The place behind the weights."""
+        return GATES * self.recurrence.weights
+
+    @property
+    def walk_at(self) -> int:
+        return self.first_tensor + 3
+
+    turned = False  # its weights
+    goes_down = False  # from last steps to first ones, unless the recurrence does
+
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
+        told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
+        told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
+        told |= {"STATES": self.states, "DOWN": self.goes_down != self.recurrence.reverse}
+        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}
+        told |= {"kWeightBytes": self.weight_bytes, "kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at}
+        told |= {"kSlotBytes": self.slot_bytes, "kStateBytes": self.stages[0].state_bytes}
+        weight_at = 0
+        for i, stage in enumerate(self.stages):
+            following = self.stages[i + 1].layout if i + 1 < len(self.stages) else stage.result_layout
+            told[f"S{i}"] = stage_type(stage, stage.layout, following, weight_at, -1)
+            weight_at += GATES * stage.weight_bytes
+        told |= {"FirstStage": "void", "AlsoRaw": "void", "Activation": "identity", "Last": f"S{len(self.stages) - 1}"}
+        told |= {"LAYOUT": str(self.stages[0].layout), "Output": f"Region<1, {self.hidden}, 1, {self.hidden}, 0, 1>"}
+        return [*kinds(self.dtype), *constants(told), *self.functions, *self.before_last, *self.loading]
+
+    @property
+    def functions(self) -> list[str]:
+        return [
+            function_type("Gate", "sigmoid", self.dtype),
+            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
+        ]
+
+    @property
+    def before_last(self) -> list[str]:
+        places, calls, at, apart = self.places, [], "from", "apart"
+        for i, following in enumerate(self.stages[1:]):
+            to, to_apart = f"c.memory + {places[i + 1]}", str(following.state_bytes)
+            calls.append(f"  c.template contract<S{i}, FIRST, END>({at}, {apart}, {to}, {to_apart});")
+            at, apart = to, to_apart
+        arguments = "(const C& c, u32 from, int apart)"
+        head = f"template <int FIRST, int END, class C> static DEVICE Gathered before_last{arguments} {{"
+        return [head, *calls, f"  return {{{at}, {apart}}};", "}"]
+
+    @property
+    def loading(self) -> list[str]:
+        calls = [f"for (int gate = 0; gate < {GATES}; ++gate) {{"]
+        for i, (c, stage) in enumerate(zip(contractions_of(self.recurrence, self.turned), self.stages, strict=True)):
+            weight = f"c.params.weights[gate * {self.recurrence.weights} + {c}]"
+            calls.append(f"  auto w{i} = static_cast<const Element*>({weight}) + blockIdx.y * {stage.p * stage.q};")
+            if self.turned:
+                at = f"[&](int q, int p) {{ return w{i}[p * {stage.q} + q]; }}"
+                calls.append(f"  c.template make_weight<S{i}, true>(gate, {at});")
+            else:
+                calls.append(f"  c.template load_weight<S{i}>(gate, w{i});")
+        return function("load_weights(const C& c)", [*calls, "}"])
+
+
+def function_type(name: str, activation: str, dtype: str) -> str:
+    """A struct with an activation."""
+    return f"struct {name} {{ {activation_type(activation, dtype, 0)} }};"
+
+
+def parts_of(recurrence: Recurrence) -> int:
+    (c, *_) = recurrence.chain.contractions
+    return 1 if c.tied else c.outer
+
+
+def contractions_of(recurrence: Recurrence, turned: bool) -> tuple[int, ...]:
+    """The weights of a gate's contractions, in the order that they are made."""
+    weights = tuple(c.weight for c in recurrence.chain.contractions)
+    return weights[::-1] if turned else weights
+
+
+def why_not(recurrence: Recurrence) -> str:
+    """Why these kernels do not take it, or nothing."""
+    chain = recurrence.chain
+    if chain.rank > 1:
+        return "no recurrent kernel takes a recurrent matrix that is a sum of products"
+    if chain.parameters:
+        return "no recurrent kernel takes an activation of the candidate that has parameters"
+    if not all(c.tied for c in chain.contractions) and (len(chain.contractions) > 1 or chain.contractions[0].inner > 1):
+        return "no recurrent kernel takes a recurrent matrix of several contractions that are not tied"
+    return ""
+
+
+def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu) -> float:
+    """Microseconds of a contraction for all gates of a block that has a multiprocessor to itself."""
+    k, size = round_up(stage.p, 8), ELEMENT_BYTES[stage.dtype]
+    rounds = -(-stage.tiles * gates // warps)
+    steps = -(-k // (16 if size == 2 else 8))
+    of_a, of_b, of_product = INSTRUCTIONS[stage.dtype]
+    inner = steps * (stage.mt * of_a + stage.nt * of_b + stage.mt * stage.nt * of_product)
+    multiply = 2 * rounds * warps * 16 * stage.mt * 8 * stage.nt * k / gpu.flops[stage.dtype]
+    moved = (
+        stage.tiles * gates * (16 * stage.mt + 8 * stage.nt) * k + gates * stage.rows * stage.q * stage.inner
+    ) * size
+    issue = rounds * warps * (inner + 8 * stage.mt * stage.nt + 40) / gpu.instructions
+    waits = rounds * (WAIT_CYCLES + OF_STEP_OF_K * steps) / gpu.rates.cycles
+    return max(together(multiply, moved / gpu.shared_bytes, issue), waits)
+
+
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
+    return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu))
+
+
+def tilings(family: type[Recurrent], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Recurrent]:
+    if why_not(recurrence):
+        return
+    for units, warps, share, others in itertools.product(SEQUENCES, WARPS, SHARES, (2, 4, 8)):
+        if units > 1 and units >= 2 * batch:
+            continue
+        stages = _stages(family, recurrence, dtype, units, warps, share, others, gpu)
+        if stages is None:
+            continue
+        for slots in SLOTS:
+            plan = family(recurrence, dtype, stages, units, warps, slots, gpu)
+            if plan.shared <= gpu.shared and _registers(plan) * plan.threads <= REGISTERS:
+                yield replace(plan, us=plan.us_of(batch))
+                break
+
+
+def _registers(plan: Recurrent) -> int:
+    """Of a thread, about: sums of all gates, and the numbers that it keeps."""
+    each = OF_SUM.get(plan.dtype, 1)
+    sums = GATES * 4 * plan.last.mt * plan.last.nt * each
+    kept = 2 * plan.pairs * each * (2 if plan.before or plan.turned else 1)
+    return sums + kept + BESIDE
+
+
+def _stages(
+    family: type[Recurrent],
+    recurrence: Recurrence,
+    dtype: str,
+    units: int,
+    warps: int,
+    share: tuple[int, int],
+    others: int,
+    gpu: Gpu,
+) -> tuple[Stage, ...] | None:
+    contractions = recurrence.chain.contractions
+    if family.turned:
+        contractions = contractions[::-1]
+    stages = []
+    for i, c in enumerate(contractions):
+        p, q = (c.q, c.p) if family.turned else (c.p, c.q)
+        rows = units * (c.outer if c.tied else 1)
+        if i == len(contractions) - 1:
+            mt, nt = share
+            if (mt > 1 and 8 * mt >= (rows if c.inner == 1 else q)) or (
+                nt > 1 and 4 * nt >= (q if c.inner == 1 else rows * c.inner)
+            ):
+                return None
+            stages.append(Stage(p, q, c.inner, rows, mt, nt, dtype))
+        else:
+            shares = [
+                Stage(p, q, c.inner, rows, mt, nt, dtype)
+                for mt, nt in SHARES
+                if mt * nt * SUM_REGISTERS[dtype] <= others * 2
+            ]
+            stages.append(min(shares, key=lambda stage: stage_us(stage, GATES, warps, gpu)))
+    return tuple(stages)

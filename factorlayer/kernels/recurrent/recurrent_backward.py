@@ -1,0 +1,52 @@
+"""Back through a gated recurrent unit, by slopes: what recurrent_backward.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.recurrent.recurrent import OF_TWO, WAIT_CYCLES, Recurrent, tilings
+from factorlayer.maths.recurrence import GATES, Recurrence
+
+STREAMS = 5  # elements that a step reads of a feature: its gradient, slopes, and reset; and beside them update, a sum
+
+
+@dataclass(frozen=True)
+class RecurrentBackward(Recurrent):
+    """A pass, tiled. Its stages contract the gradients of one gate by the turned weights."""
+
+    title = "recurrent, backward"
+    turned = goes_down = True
+
+    @property
+    def states(self) -> int:
+        return 2 if len(self.stages) == 1 and not self.before else 1
+
+    @property
+    def states_at_once(self) -> int:
+        return GATES
+
+    @property
+    def streams(self) -> int:
+        return 2 * (STREAMS * self.size + max(4, self.size))
+
+    def _gates_us(self) -> float:
+        return 2 * self.pairs * self.warps * OF_TWO / self.gpu.instructions + WAIT_CYCLES / self.gpu.rates.cycles
+
+    @property
+    def first_tensor(self) -> int:
+        return GATES * self.recurrence.weights
+
+    @property
+    def walk_at(self) -> int:
+        return self.first_tensor + STREAMS
+
+    @property
+    def functions(self) -> list[str]:
+        return [f"static constexpr int kOutputs = {self.walk_at + 9};"]
+
+
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
+    plan = fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu))
+    return plan if isinstance(plan, RecurrentBackward) else None

@@ -1,0 +1,35 @@
+"""Families of gated recurrent units, forward and back: tile(recurrence, dtype, sequences, gpu)."""
+
+from __future__ import annotations
+
+from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_slopes
+from factorlayer.plan.registry.family import Family, Takes
+
+TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, blocks or dense")
+
+RECURRENT = Family(
+    "recurrent",
+    "All steps of a gated recurrent unit",
+    recurrent.tile,
+    (recurrent.Recurrent,),
+    "recurrent",
+    TAKES,
+)
+RECURRENT_BACKWARD = Family(
+    "recurrent backward",
+    "What goes back through all steps of a gated recurrent unit",
+    recurrent_backward.tile,
+    (recurrent_backward.RecurrentBackward,),
+    "recurrent",
+    TAKES,
+)
+RECURRENT_SLOPES = Family(
+    "recurrent slopes",
+    "What goes back is multiplied by, of all steps at once",
+    recurrent_slopes.tile,
+    (recurrent_slopes.RecurrentSlopes,),
+    "recurrent",
+)
+OF_RECURRENCE = (RECURRENT,)
+OF_RECURRENCE_BACK = (RECURRENT_BACKWARD,)
+OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)

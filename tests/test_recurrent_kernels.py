@@ -1,0 +1,309 @@
+"""Kernels of gated recurrent units on the emulator: against the definition in float64, for any walk of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from factorlayer.activations.named import ACTIVATIONS
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.recurrent import recurrent, recurrent_backward
+from factorlayer.kernels.recurrent.recurrent import Recurrent
+from factorlayer.kernels.recurrent.recurrent_slopes import RecurrentSlopes
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.recurrence import GATES, Recurrence
+from factorlayer.maths.spec import Contraction, LayerSpec
+from factorlayer.maths.steps import Walk, naive
+
+if TYPE_CHECKING:
+    from emulator.driver import Emulator
+
+GPU = Gpu.of(90)
+TORCH = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32}
+TORCH |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of numbers of about 1: what rounding states, sums and slopes may make of them
+NEAR = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 8e-2}
+
+
+def dense(size: int) -> Chain:
+    return Chain((Contraction(0, 1, size, size, 1, tied=True),))
+
+
+def blocks(count: int, size: int) -> Chain:
+    return Chain((Contraction(0, count, size, size, 1, tied=False),))
+
+
+def kronecker(*sizes: int, to: Sequence[int] = ()) -> Chain:
+    return Chain(LayerSpec("kronecker", sizes, tuple(to) or sizes).contractions)
+
+
+@dataclass(frozen=True)
+class Case:
+    chain: Chain
+    dtype: str
+    sequences: int = 3
+    steps: int = 5
+    reset: str = "after"
+    bias: bool = True
+    activation: str = "tanh"
+    reverse: bool = False
+    ragged: bool = False
+    starts: bool = False
+    joined: bool = False
+    units: int = 0  # of a block, if not what the planner takes
+
+    def __str__(self) -> str:
+        words = [
+            self.dtype,
+            self.chain.text.replace(" ", "_").replace(";", ""),
+            f"{self.sequences}x{self.steps}",
+            self.reset,
+        ]
+        words += [name for name in ("reverse", "ragged", "starts", "joined") if getattr(self, name)]
+        return "-".join(
+            words + [self.activation] * (self.activation != "tanh") + [f"units{self.units}"] * bool(self.units)
+        )
+
+    @property
+    def recurrence(self) -> Recurrence:
+        chain = replace(self.chain, bias=self.bias and self.reset == "after", activation=self.activation)
+        return Recurrence(chain, self.reset, self.reverse)  # type: ignore[arg-type]
+
+
+CASES = [
+    Case(dense(16), "bfloat16"),
+    Case(dense(10), "float32", 5, 4, ragged=True),
+    Case(dense(7), "float64", starts=True, bias=False),
+    Case(dense(40), "tf32", 9, 3, units=4),
+    Case(dense(16), "float16", reverse=True, ragged=True, joined=True),
+    Case(blocks(3, 16), "bfloat16", 4, 4, starts=True, joined=True),
+    Case(blocks(2, 9), "float32", 2, 3, reset="before"),
+    Case(kronecker(4, 8), "float64", ragged=True, starts=True),
+    Case(kronecker(5, 7), "bfloat16"),
+    Case(kronecker(6, 4, to=(4, 6)), "float16", 2, 4, reset="before", starts=True),
+    Case(kronecker(8, 24), "tf32", reset="before", reverse=True),
+    Case(kronecker(16, 16), "float32", 2, 2, activation="elu"),
+    Case(kronecker(3, 4, 5), "float64", reset="before", ragged=True),
+    Case(kronecker(4, 4, 4), "bfloat16", 5, 3, units=2, starts=True),
+    Case(kronecker(32, 8), "float16", 1, 9, activation="relu"),
+]
+
+
+class Rows:
+    """The rows of a case, sequences one behind another if they are of several lengths."""
+
+    def __init__(self, case: Case, rng: torch.Generator) -> None:
+        b, t = case.sequences, case.steps
+        self.walk = Walk(b, t, of_sequence=1, of_step=b)
+        self.count = b * t
+        if case.ragged:
+            lengths = torch.randint(0, t + 1, (b,), generator=rng)
+            lengths[b // 2] = t
+            first = torch.cumsum(lengths, 0) - lengths
+            self.count = int(lengths.sum())
+            self.walk = Walk(b, t, first=first, lengths=lengths, offsets=torch.arange(t))
+        self.starts = torch.rand(self.count, generator=rng) < 0.3 if case.starts else None
+
+    @property
+    def places(self) -> list[Tensor | int | None]:
+        walk = self.walk
+        return [self.starts, walk.first, walk.lengths, walk.offsets, *walk.numbers, self.count]
+
+
+def written(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def run(
+    emulator: Emulator,
+    planned: Pass,
+    batch: int,
+    x: Tensor,
+    bias: Tensor | None,
+    places: Sequence[Tensor | int | None],
+    outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    seed: int,
+) -> list[Tensor]:
+    """What a kernel writes, from tensors and numbers in the places of weights."""
+    import subprocess
+
+    from emulator.driver import for_the_cpu
+
+    program = emulator.program(0, for_the_cpu(planned.source("kernel")))
+    folder = emulator.folder
+    for stale in [*folder.glob("w*"), *folder.glob("n*")]:
+        stale.unlink()
+    (folder / "maps").write_text("")
+    (folder / "x").write_bytes(written(x))
+    (folder / "bias").write_bytes(b"" if bias is None else written(bias))
+    for i, place in enumerate(places):
+        if isinstance(place, Tensor):
+            (folder / f"w{i}").write_bytes(written(place))
+        else:
+            (folder / f"n{i}").write_text(str(place or 0))
+    sizes = [int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size() for shape, dtype in outputs]
+    begins = [0]
+    for size in sizes:
+        begins.append(begins[-1] + -(-size // 16) * 16)
+    grid = -(-batch // planned.units_per_block), planned.split
+    numbers = [seed, batch, begins[-1], begins[-1] - sum(sizes), planned.shared, planned.threads, 1, *grid]
+    numbers += [int(bias is not None), len(places), begins[-1], *begins[1:-1]]
+    (folder / "y").unlink(missing_ok=True)
+    done = subprocess.run(
+        [str(program), str(folder), *map(str, numbers)], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[:4000] + f" exit code {done.returncode}"
+    memory = (folder / "y").read_bytes()
+    parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]
+    return [
+        torch.frombuffer(bytearray(part or b"\0" * 8), dtype=dtype)[: int(np.prod(shape))].view(shape)
+        for part, (shape, dtype) in zip(parts, outputs, strict=True)
+    ]
+
+
+def planned(case: Case, backward: bool = False) -> Recurrent:
+    module = recurrent_backward if backward else recurrent
+    found = module.tile(case.recurrence, case.dtype, case.sequences, GPU)
+    if case.units:
+        family = recurrent_backward.RecurrentBackward if backward else Recurrent
+        found = next(
+            p for p in recurrent.tilings(family, case.recurrence, case.dtype, 1000, GPU) if p.units == case.units
+        )
+    assert found is not None
+    return found
+
+
+class Inputs:
+    def __init__(self, case: Case) -> None:
+        rng = torch.Generator().manual_seed(5)
+        dtype = TORCH[case.dtype]
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=rng, dtype=torch.float64) * scale).to(dtype)
+
+        recurrence = case.recurrence
+        self.rows, hidden = Rows(case, rng), recurrence.hidden
+        self.gates = [random(self.rows.count, hidden) for _ in range(GATES)]
+        self.joined = torch.cat(self.gates, 1) if case.joined else None
+        self.initial = random(case.sequences, hidden)
+        self.bias = random(hidden) if recurrence.chain.bias else None
+        self.weights = []
+        for _ in range(GATES):
+            for c in sorted(recurrence.chain.contractions, key=lambda c: c.weight):
+                shape = (c.q, c.p) if c.tied else (c.outer * c.inner, c.q, c.p)
+                self.weights.append(random(*shape, scale=c.p**-0.5))
+        self.grad = random(self.rows.count, hidden)
+
+    def wanted(self, case: Case) -> tuple[Tensor, list[Tensor]]:
+        """The output, and gradients of the gates' inputs and of the initial state, in float64."""
+        double = [t.double().requires_grad_() for t in (*self.gates, self.initial)]
+        weights = [w.double() for w in self.weights]
+        bias = None if self.bias is None else self.bias.double()
+        function = ACTIVATIONS[case.activation]
+        output = naive(
+            case.recurrence, double[:3], double[3], weights, bias, self.rows.starts, self.rows.walk, function
+        )
+        return output.detach(), list(torch.autograd.grad(output, double, self.grad.double()))
+
+    def gate_places(self) -> tuple[Tensor, list[Tensor]]:
+        """The first gate's inputs, and those of the others; a joined tensor's begin there."""
+        if self.joined is None:
+            return self.gates[0], self.gates[1:]
+        hidden = self.initial.shape[1]
+        flat = self.joined.flatten()
+        return flat, [flat[hidden:], flat[2 * hidden :]]
+
+
+def row_of(case: Case) -> int:
+    return case.recurrence.hidden * (GATES if case.joined else 1)
+
+
+def assert_near(made: Tensor, wanted: Tensor, dtype: str) -> None:
+    assert made.shape == wanted.shape
+    torch.testing.assert_close(made.double(), wanted.double(), rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward(case: Case, emulator: Emulator) -> None:
+    inputs = Inputs(case)
+    x, others = inputs.gate_places()
+    places = [*inputs.weights, *others, inputs.initial, *inputs.rows.places, row_of(case)]
+    shape = inputs.gates[0].shape
+    wanted, _ = inputs.wanted(case)
+    made = [
+        run(emulator, planned(case), case.sequences, x, inputs.bias, places, [(tuple(shape), x.dtype)], seed)[0]
+        for seed in (1, 2)
+    ]
+    assert_near(made[0], wanted, case.dtype)
+    assert torch.equal(made[0].view(torch.uint8), made[1].view(torch.uint8)), "not the same in any order"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward(case: Case, emulator: Emulator) -> None:
+    inputs = Inputs(case)
+    recurrence, dtype = case.recurrence, TORCH[case.dtype]
+    output, grads = inputs.wanted(case)
+    before = states_before(case, inputs, output)
+    products = products_of(case, inputs, before)
+    x, others = inputs.gate_places()
+    real = torch.float64 if case.dtype == "float64" else torch.float32
+    shape = tuple(inputs.gates[0].shape)
+    slopes_pass = RecurrentSlopes(recurrence, case.dtype, GPU)
+    places = [*others, *(p.to(dtype) for p in products), before.to(dtype), row_of(case)]
+    *slopes, update = run(
+        emulator, slopes_pass, shape[0], x, inputs.bias, places, [(shape, dtype)] * 4 + [(shape, real)], 1
+    )
+    p = planned(case, backward=True)
+    places = [*inputs.weights, *slopes, update, *inputs.rows.places, recurrence.hidden]
+    outputs = [(shape, dtype)] * (4 - (case.reset == "before")) + [(tuple(inputs.initial.shape), dtype)]
+    made = [run(emulator, p, case.sequences, inputs.grad, None, places, outputs, seed) for seed in (1, 2)]
+    for one, two in zip(*made, strict=True):
+        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), "not the same in any order"
+    for each, wanted in zip([*made[0][:GATES], made[0][-1]], grads, strict=True):
+        assert_near(each, wanted, case.dtype)
+    if case.reset == "after":
+        reset = torch.sigmoid(inputs.gates[0].double() + products[0])
+        assert_near(made[0][3], grads[2] * reset, case.dtype)
+
+
+def states_before(case: Case, inputs: Inputs, output: Tensor) -> Tensor:
+    """Those before each row's step."""
+    rows, there = inputs.rows.walk.rows(output)
+    before = torch.empty_like(output)
+    for sequence in range(case.sequences):
+        mine = rows[there[:, sequence], sequence].tolist()
+        state = inputs.initial[sequence].double()
+        for row in reversed(mine) if case.reverse else mine:
+            before[row] = (
+                inputs.initial[sequence].double()
+                if inputs.rows.starts is not None and inputs.rows.starts[row]
+                else state
+            )
+            state = output[row]
+    return before
+
+
+def products_of(case: Case, inputs: Inputs, before: Tensor) -> list[Tensor]:
+    from factorlayer.maths.batched import batched
+
+    count = case.recurrence.weights
+    weights = [w.double() for w in inputs.weights]
+
+    def product(gate: int, x: Tensor) -> Tensor:
+        return batched(case.recurrence.chain, x, weights[gate * count : (gate + 1) * count])
+
+    reset, update = product(0, before), product(1, before)
+    if case.reset == "before":
+        before = torch.sigmoid(inputs.gates[0].double() + reset) * before
+    return [reset, update, product(2, before)]
+
+
+def test_pairs_of_elements_are_those_of_a_dtype() -> None:
+    assert all(planned(case).size == ELEMENT_BYTES[case.dtype] for case in CASES)
