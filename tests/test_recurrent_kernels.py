@@ -253,15 +253,12 @@ def test_backward(case: Case, emulator: Emulator) -> None:
     before = states_before(case, inputs, output)
     products = products_of(case, inputs, before)
     x, others = inputs.gate_places()
-    real = torch.float64 if case.dtype == "float64" else torch.float32
     shape = tuple(inputs.gates[0].shape)
     slopes_pass = RecurrentSlopes(recurrence, case.dtype, GPU)
     places = [*others, *(p.to(dtype) for p in products), before.to(dtype), row_of(case)]
-    *slopes, update = run(
-        emulator, slopes_pass, shape[0], x, inputs.bias, places, [(shape, dtype)] * 4 + [(shape, real)], 1
-    )
+    slopes = run(emulator, slopes_pass, shape[0], x, inputs.bias, places, [(shape, dtype)] * 5, 1)
     p = planned(case, backward=True)
-    places = [*inputs.weights, *slopes, update, *inputs.rows.places, recurrence.hidden]
+    places = [*inputs.weights, *slopes, *inputs.rows.places, recurrence.hidden]
     outputs = [(shape, dtype)] * (4 - (case.reset == "before")) + [(tuple(inputs.initial.shape), dtype)]
     made = [run(emulator, p, case.sequences, inputs.grad, None, places, outputs, seed) for seed in (1, 2)]
     for one, two in zip(*made, strict=True):

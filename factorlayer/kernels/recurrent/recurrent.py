@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -19,7 +21,8 @@ STEPS = 256  # that times are predicted for
 WARPS = (4, 8, 16)
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of a block
 SHARES = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8))  # 16 x 8 sums of a warp at once, down and across
-SLOTS = (4, 3, 2, 1)  # steps that inputs are asked for ahead
+SLOTS = (4, 2)  # steps that inputs are asked for ahead, a power of two
+LOADERS = 1  # warps that bring inputs
 REGISTERS = 65536  # of a multiprocessor
 OF_SUM = {"float32": 2, "float64": 2}  # registers of a number that is kept, where that is not one
 BESIDE = 72  # registers of a thread beside its numbers
@@ -59,7 +62,7 @@ class Recurrent(Pass):
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * (self.warps + LOADERS)
 
     @property
     def split(self) -> int:
@@ -99,14 +102,15 @@ class Recurrent(Pass):
         """Places of states."""
         return 2 if self.before or len(self.stages) == 1 else 1
 
+    streams = GATES  # tensors that a step reads
+
     @property
-    def streams(self) -> int:
-        """Bytes of two features of all that is read at each step."""
-        return GATES * 2 * self.size
+    def slot_bytes(self) -> int:
+        return self.streams * self.last.result_bytes
 
     @property
     def rows_bytes(self) -> int:
-        return round_up((self.slots + 2) * self.units * NUMBER_BYTES, 128)
+        return round_up(2 * self.slots * self.units * NUMBER_BYTES, 128)
 
     @property
     def weight_bytes(self) -> int:
@@ -129,10 +133,6 @@ class Recurrent(Pass):
         return 1
 
     @property
-    def slot_bytes(self) -> int:
-        return self.streams * self.pairs * self.threads
-
-    @property
     def streams_at(self) -> int:
         return self.rows_bytes + self.weight_bytes + self.places[-1]
 
@@ -152,6 +152,30 @@ class Recurrent(Pass):
             map(str, self.stages)
         )
 
+    @property
+    def barriers(self) -> int:
+        """Barriers of the block in a step."""
+        return len(self.stages) * (2 if self.before else 1)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether a lane's features lie in the first contraction's state at constants behind the first of a warp tile."""
+        last, layout = self.last, self.stages[0].layout
+        rows = np.arange(0, last.m, 16 * last.mt)[:, None] + np.arange(8)
+        halves = 8 * np.arange(2 * last.mt)
+        columns = np.arange(0, round_up(last.q if last.by_rows else last.inner, 8 * last.nt), 8 * last.nt)[
+            :, None
+        ] + np.arange(8)
+        if not last.by_rows and last.down > 1:
+            return False
+        width = last.q if last.by_rows else last.inner
+        first = (rows.flatten()[:, None] * width + columns.flatten()).flatten()
+        behind = (halves[:, None] * width + 8 * np.arange(last.nt)).flatten()
+        ends = self.units * self.hidden
+        places = first[:, None] + behind
+        there = (places < ends) & (first[:, None] < ends)
+        return bool(np.all((layout.at(places) == layout.at(first)[:, None] + layout.at(behind)) | ~there))
+
     # Time
 
     @property
@@ -160,7 +184,7 @@ class Recurrent(Pass):
         passes = [(stage, GATES) for stage in self.stages]
         if self.before:
             passes = [(stage, gates) for gates in (2, 1) for stage in self.stages]
-        barriers = self.gpu.rates.sync_us * len(passes)
+        barriers = self.gpu.rates.sync_us * self.barriers
         return (
             sum(stage_us(stage, gates, self.warps, self.gpu) for stage, gates in passes) + barriers + self._gates_us()
         )
@@ -190,7 +214,9 @@ class Recurrent(Pass):
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
-        told |= {"STATES": self.states, "DOWN": self.goes_down != self.recurrence.reverse}
+        told |= {"STREAMS": self.streams, "LOADERS": LOADERS, "BARRIERS": self.barriers, "EVEN": self.is_even}
+        told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
+        told |= {"DOWN": self.goes_down != self.recurrence.reverse}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}
         told |= {"kWeightBytes": self.weight_bytes, "kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at}
         told |= {"kSlotBytes": self.slot_bytes, "kStateBytes": self.stages[0].state_bytes}

@@ -9,7 +9,7 @@ from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.recurrent.recurrent import OF_TWO, WAIT_CYCLES, Recurrent, tilings
 from factorlayer.maths.recurrence import GATES, Recurrence
 
-STREAMS = 5  # elements that a step reads of a feature: its gradient, slopes, and reset; and beside them update, a sum
+STREAMS = 6  # of a step: the gradient of its output, slopes of three gates, reset, and what update leaves
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,13 @@ class RecurrentBackward(Recurrent):
 
     @property
     def states(self) -> int:
-        return 2 if len(self.stages) == 1 and not self.before else 1
+        return 2 if len(self.stages) == 1 else 1
 
     @property
     def states_at_once(self) -> int:
         return GATES
 
-    @property
-    def streams(self) -> int:
-        return 2 * (STREAMS * self.size + max(4, self.size))
+    streams = STREAMS
 
     def _gates_us(self) -> float:
         return 2 * self.pairs * self.warps * OF_TWO / self.gpu.instructions + WAIT_CYCLES / self.gpu.rates.cycles
@@ -40,7 +38,7 @@ class RecurrentBackward(Recurrent):
 
     @property
     def walk_at(self) -> int:
-        return self.first_tensor + STREAMS
+        return self.first_tensor + STREAMS - 1
 
     @property
     def functions(self) -> list[str]:

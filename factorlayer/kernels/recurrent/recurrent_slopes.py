@@ -12,7 +12,7 @@ from factorlayer.kernels.recurrent.recurrent import function_type
 from factorlayer.maths.recurrence import Recurrence
 
 THREADS = 256
-READ, WRITTEN = 7, 4  # elements of a feature, and a sum
+READ, WRITTEN = 7, 5  # of a feature
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RecurrentSlopes(Pass):
     title, details = "recurrent, slopes", "of all steps"
 
     def us_of(self, batch: int) -> float:
-        moved = batch * self.recurrence.hidden * ((READ + WRITTEN) * self.size + max(4, self.size))
+        moved = batch * self.recurrence.hidden * (READ + WRITTEN) * self.size
         return self.gpu.rates.behind_us + moved / (self.gpu.memory_bytes * self.gpu.sms)
 
     @property

@@ -12,112 +12,100 @@
 
 template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
   using Base = RecurrentSteps<Pass>;
-  using typename Base::Element, typename Base::Last, typename Base::Real, typename Base::State, typename Base::Two;
-  using Base::begin, Base::kHalves, Base::kRounds, Base::memory, Base::params, Base::place_of;
+  using typename Base::Corners, typename Base::Element, typename Base::Last, typename Base::Real, typename Base::Row, typename Base::State,
+      typename Base::Two;
+  using Base::begin, Base::kWhole, Base::memory, Base::params;
   template <class S> using Sums = typename Base::template Sums<S>;
   DEVICE Recurrent(const Params& p) : Base(p) {}
 
-  DEVICE u32 state_of(i64 step) const { return memory + (Pass::STATES > 1 && !Pass::RESET_BEFORE ? int(step & 1) * Pass::kStateBytes : 0); }
+  DEVICE u32 state_of(u32 step) const { return memory + (Pass::STATES > 1 && !Pass::RESET_BEFORE ? (step & 1) * Pass::kStateBytes : 0); }
 
   DEVICE void run() const {
-    Base::prepare();
-    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, whole = i64(Pass::HIDDEN) * Pass::PARTS, input_row = Base::number(Pass::kWalk + 8);
-    const Element* const inputs[] = {static_cast<const Element*>(params.x), Base::template tensor<Element>(Pass::kInputs),
-                                     Base::template tensor<Element>(Pass::kInputs + 1)};
-    const Element* const initial = Base::template tensor<Element>(Pass::kInputs + 2);
+    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, input_row = Base::number(Pass::kWalk + 8);
+    const Element* const inputs[] = {static_cast<const Element*>(params.x) + part,
+                                     Base::template tensor<Element>(Pass::kInputs) + part,
+                                     Base::template tensor<Element>(Pass::kInputs + 1) + part};
+    const Element* const initial = Base::template tensor<Element>(Pass::kInputs + 2) + part;
     const Element* const bias = static_cast<const Element*>(params.bias) + part;  // maybe of nothing
     Element* const output = static_cast<Element*>(params.y) + part;
     const typename Pass::Gate::Activation gate(params);
     const typename Pass::Candidate::Activation candidate(params);
-    const auto first_state = [&](const Two& two, int i) {
-      return widen(initial[(begin + two.unit()) * whole + part + two.feature() + i]);
+    const Corners corners = Base::corners();
+    const auto first_state = [&](const Two& two, Real(&x)[2]) {
+      const Element* const from = initial + (begin + two.unit()) * kWhole + two.feature();
+      UNROLL for (int i = 0; i < 2; ++i)
+        x[i] = begin + two.unit() < Base::units && (i == 0 || two.second) ? widen(from[i]) : Real(0);
     };
 
     State h, update;
-    Base::each([&](int round, int k, int n, const Two& two) {
-      const bool there = begin + two.unit() < Base::units;
-      Real(&mine)[2] = h[round][k][n];
-      mine[0] = there ? first_state(two, 0) : Real(0);
-      mine[1] = there && two.second ? first_state(two, 1) : Real(0);
-      Base::give_state(state_of(0), two, mine[0], mine[1]);
-    });
-    const auto ask = [&](i64 step) {
-      Base::each([&](int round, int k, int n, const Two& two) {
-        const i64 code = Base::code(step, two.unit());
-        if (code)
-          UNROLL for (int g = 0; g < kGates; ++g)
-            Base::ask(step, g, place_of(round, k, n), inputs[g] + (code / 2 - 1) * input_row + part + two.feature(), two);
+    const auto ready = [&] {
+      Base::each(corners, [&](int round, int k, int n, const Two& two) {
+        Real(&mine)[2] = h[round][k][n];
+        first_state(two, mine);
+        Base::give_state(state_of(0), two, mine[0], mine[1]);
       });
     };
+    const auto loader = [&](int thread) {
+      const typename Base::Pieces pieces(thread);
+      return [=, &inputs](u32 to, int stream, const Row& row, int unit) {
+        Base::load_stream(to, inputs[stream] + row.at(input_row), unit, pieces);
+      };
+    };
     // What a gate's sums and input are together
-    const auto summed = [&](i64 step, int g, int round, int k, int n, const Sums<Last>& y, Real(&x)[2]) {
-      Base::template take<Element>(step, g, place_of(round, k, n), x);
+    const auto add_input = [&](u32 step, int g, const Two& two, int k, int n, const Sums<Last>& y, Real(&x)[2]) {
+      Base::take(step, g, two, x);
       UNROLL for (int i = 0; i < 2; ++i) x[i] += y[k / 2][n][k % 2 * 2 + i];
     };
     // The new state of two features: to memory, and, unless the sequence begins again, to the next step
-    const auto end = [&](i64 step, i64 code, int round, int k, int n, const Two& two, const Real(&z)[2], const Real(&made)[2]) {
-      Real(&mine)[2] = h[round][k][n];
+    const auto end = [&](u32 step, const Row& row, const Row& next, const Two& two, Real(&mine)[2], const Real(&z)[2],
+                         const Real(&made)[2]) {
       UNROLL for (int i = 0; i < 2; ++i) mine[i] = made[i] + z[i] * (mine[i] - made[i]);
-      Base::give(output + (code / 2 - 1) * whole + two.feature(), two, mine[0], mine[1]);
-      if (Base::code(step + 1, two.unit()) & 1) mine[0] = first_state(two, 0), mine[1] = two.second ? first_state(two, 1) : Real(0);
+      Base::give(output + row.at(kWhole) + two.feature(), two, mine[0], mine[1]);
+      if ((Pass::UNITS == 1 ? next : Base::row(step + 1, two.unit())).starts()) first_state(two, mine);
       Base::give_state(state_of(step + 1), two, mine[0], mine[1]);
     };
 
-    Base::walk(ask, [&](i64 step) {
+    Base::walk(loader, ready, [&](u32 step) {
+      const Row next = Base::row(step + 1, 0);
       if constexpr (Pass::RESET_BEFORE) {
         const u32 reset_state = memory + Pass::kStateBytes;
-        const auto [from, apart] = Pass::template before_last<0, 2>(*this, memory, 0);
-        UNROLL for (int round = 0; round < kRounds; ++round) {
-          const int tile = Base::warp + round * Pass::WARPS;
-          if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
-          Sums<Last> y[2] = {};
-          UNROLL for (int g = 0; g < 2; ++g) Base::template add_product<Last>(y[g], tile, g, from + g * apart);
-          Base::each_of(round, [&](int, int k, int n, const Two& two) {
-            if (!Base::code(step, two.unit())) return;
-            Real r[2], z[2];
-            summed(step, 0, round, k, n, y[0], r), summed(step, 1, round, k, n, y[1], z);
-            UNROLL for (int i = 0; i < 2; ++i) update[round][k][n][i] = gate.of(z[i]), r[i] = gate.of(r[i]) * h[round][k][n][i];
-            Base::give_state(reset_state, two, r[0], r[1]);
-          });
-        }
+        Base::template contract_last<0, 2>(
+            Pass::template before_last<0, 2>(*this, memory, 0), [&](int round, const Sums<Last>(&y)[2]) {
+              Base::each_of_step(corners, round, step, [&](int k, int n, const Two& two, const Row&) {
+                Real r[2], z[2];
+                add_input(step, 0, two, k, n, y[0], r), add_input(step, 1, two, k, n, y[1], z);
+                UNROLL for (int i = 0; i < 2; ++i)
+                  update[round][k][n][i] = gate.of(z[i]), r[i] = gate.of(r[i]) * h[round][k][n][i];
+                Base::give_state(reset_state, two, r[0], r[1]);
+              });
+            });
         __syncthreads();
-        const auto [reset_from, reset_apart] = Pass::template before_last<2, 3>(*this, reset_state, 0);
-        UNROLL for (int round = 0; round < kRounds; ++round) {
-          const int tile = Base::warp + round * Pass::WARPS;
-          if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
-          Sums<Last> y = {};
-          Base::template add_product<Last>(y, tile, 2, reset_from + 2 * reset_apart);
-          Base::each_of(round, [&](int, int k, int n, const Two& two) {
-            const i64 code = Base::code(step, two.unit());
-            if (!code) return;
-            Real made[2];
-            summed(step, 2, round, k, n, y, made);
-            UNROLL for (int i = 0; i < 2; ++i) made[i] = candidate.of(made[i]);
-            end(step, code, round, k, n, two, update[round][k][n], made);
-          });
-        }
+        Base::template contract_last<2, 3>(
+            Pass::template before_last<2, 3>(*this, reset_state, 0), [&](int round, const Sums<Last>(&y)[1]) {
+              Base::each_of_step(corners, round, step, [&](int k, int n, const Two& two, const Row& row) {
+                Real made[2];
+                add_input(step, 2, two, k, n, y[0], made);
+                UNROLL for (int i = 0; i < 2; ++i) made[i] = candidate.of(made[i]);
+                end(step, row, next, two, h[round][k][n], update[round][k][n], made);
+              });
+            });
       } else {
-        const auto [from, apart] = Pass::template before_last<0, 3>(*this, state_of(step), 0);
-        UNROLL for (int round = 0; round < kRounds; ++round) {
-          const int tile = Base::warp + round * Pass::WARPS;
-          if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
-          Sums<Last> y[kGates] = {};
-          UNROLL for (int g = 0; g < kGates; ++g) Base::template add_product<Last>(y[g], tile, g, from + g * apart);
-          Base::each_of(round, [&](int, int k, int n, const Two& two) {
-            const i64 code = Base::code(step, two.unit());
-            if (!code) return;
-            Real r[2], z[2], made[2];
-            summed(step, 0, round, k, n, y[0], r), summed(step, 1, round, k, n, y[1], z);
-            Base::template take<Element>(step, 2, place_of(round, k, n), made);
-            UNROLL for (int i = 0; i < 2; ++i) {
-              Real product = y[2][k / 2][n][k % 2 * 2 + i];
-              if (Pass::HAS_BIAS && (i == 0 || two.second)) product += widen(bias[two.feature() + i]);
-              made[i] = candidate.of(made[i] + gate.of(r[i]) * product), z[i] = gate.of(z[i]);
-            }
-            end(step, code, round, k, n, two, z, made);
-          });
-        }
+        Base::template contract_last<0, 3>(
+            Pass::template before_last<0, 3>(*this, state_of(step), 0), [&](int round, const Sums<Last>(&y)[3]) {
+              Base::each_of_step(corners, round, step, [&](int k, int n, const Two& two, const Row& row) {
+                Real r[2], z[2], made[2];
+                add_input(step, 0, two, k, n, y[0], r), add_input(step, 1, two, k, n, y[1], z);
+                Base::take(step, 2, two, made);
+                UNROLL for (int i = 0; i < 2; ++i) {
+                  Real product = y[2][k / 2][n][k % 2 * 2 + i];
+                  if (Pass::HAS_BIAS && (i == 0 || two.second)) product += widen(bias[two.feature() + i]);
+                  made[i] = candidate.of(made[i] + gate.of(r[i]) * product), z[i] = gate.of(z[i]);
+                }
+                end(step, row, next, two, h[round][k][n], z, made);
+              });
+            });
       }
+      __syncthreads();
     });
   }
 };

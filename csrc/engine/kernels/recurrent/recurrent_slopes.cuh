@@ -2,11 +2,12 @@
 // products with the states before each step, and those states (h):
 //     s_z = (h - n) z (1 - z),  s_n = (1 - z) act'
 //     s_r = s_n u r (1 - r), u the product U_n h and its bias;  RESET_BEFORE: h r (1 - r)
-// and r and z. z is kept as a Real: over many steps a gradient is multiplied by each, and most lie near 1.
+// and r and 1 - z. Over many steps a gradient is multiplied by each z, most of which lie near 1: what is left to that is what has to
+// be exact.
 //
 // Pass: Element, Gate and Candidate, of which Activation is the function, Slope the candidate's; THREADS, HIDDEN, RESET_BEFORE,
 //       HAS_BIAS; the tensors behind the weights (kInputs) are inputs of the second and third gate, products of all three, the states,
-//       the number between rows of inputs, and, as outputs behind y, s_z, s_n, r, z.
+//       the number between rows of inputs, and, as outputs behind y, s_z, s_n, r, 1 - z.
 #pragma once
 #include "finish/pointwise.cuh"
 #include "move/memory.cuh"
@@ -23,7 +24,8 @@ template <class Pass> struct RecurrentSlopes {
     const Element *inputs[] = {static_cast<const Element*>(params.x), tensor<Element>(0), tensor<Element>(1)};
     const Element *products[] = {tensor<Element>(2), tensor<Element>(3), tensor<Element>(4)}, *states = tensor<Element>(5);
     const Element* const bias = static_cast<const Element*>(params.bias);
-    Element* const outputs[] = {static_cast<Element*>(params.y), tensor<Element>(7), tensor<Element>(8), tensor<Element>(9)};
+    Element* const outputs[] = {static_cast<Element*>(params.y), tensor<Element>(7), tensor<Element>(8), tensor<Element>(9),
+                                tensor<Element>(10)};
     const typename Pass::Gate::Activation gate(params);
     const typename Pass::Candidate::Activation candidate(params);
     const typename Pass::Slope slope(params);
@@ -32,15 +34,16 @@ template <class Pass> struct RecurrentSlopes {
       const i64 row = i / Pass::HIDDEN, feature = i % Pass::HIDDEN;
       Real x[3], product[3];
       UNROLL for (int g = 0; g < 3; ++g) x[g] = widen(inputs[g][row * input_row + feature]), product[g] = widen(products[g][i]);
-      const Real h = widen(states[i]), r = gate.of(x[0] + product[0]), z = gate.of(x[1] + product[1]);
+      const Real h = widen(states[i]), r = gate.of(x[0] + product[0]), of_z = x[1] + product[1];
+      const Real z = gate.of(of_z), left = gate.of(-of_z);
       if constexpr (Pass::HAS_BIAS) product[2] += widen(bias[feature]);
       const Real sum = x[2] + (Pass::RESET_BEFORE ? product[2] : r * product[2]), n = candidate.of(sum);
-      const Real of_candidate = (1 - z) * slope.of(sum), of_r = r * (1 - r);
+      const Real of_candidate = left * slope.of(sum), of_r = r * (1 - r);
       store_global(outputs[0] + i, narrow<Element>(of_r * (Pass::RESET_BEFORE ? h : of_candidate * product[2])));
-      store_global(outputs[1] + i, narrow<Element>((h - n) * z * (1 - z)));
+      store_global(outputs[1] + i, narrow<Element>((h - n) * z * left));
       store_global(outputs[2] + i, narrow<Element>(of_candidate));
       store_global(outputs[3] + i, narrow<Element>(r));
-      store_global(tensor<Real>(10) + i, z);
+      store_global(outputs[4] + i, narrow<Element>(left));
     }
   }
 };

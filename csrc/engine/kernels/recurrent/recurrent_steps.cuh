@@ -2,11 +2,16 @@
 // weights of all gates in shared memory. What a sequence's state is multiplied by at every step are contractions as chain.cuh has
 // them; the sums of the last one stay with the lanes that made them, which keep the state of the same features from step to step.
 //
-// Pass: what chain.cuh asks for, and HIDDEN, features of this block's part of a state, PARTS of them; STREAMS, tensors with a row
-//       for each step that a lane reads its features of, SLOTS steps before they are needed; PAIRED, whether two neighbouring
-//       features are always one lane's and lie together; Last, the last contraction, and before_last(), all others; LAYOUT,
-//       how the first one reads the state, kStateBytes of one; kWalk, the weight's place behind which is where rows lie (Walk below);
-//       kRowsAt and kStreamsAt in shared memory; DOWN, whether steps are walked from a sequence's last one to its first one
+// Behind the warps that do so, LOADERS more bring what is read at each step, SLOTS steps ahead, and say where its rows lie. All
+// meet at the barriers that end contractions: when a step ends, what the next one reads is there.
+//
+// Pass: what chain.cuh asks for, and LOADERS; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS,
+//       tensors with a row for each step that is read; PAIRED, whether two neighbouring features
+//       are always one lane's and lie together; Last, the last contraction, RESULT, how what it makes, and streams, lie, and
+//       before_last(), all contractions but the last; LAYOUT, how the first one reads the state, kStateBytes of one, and EVEN, whether
+//       a lane's features lie in it at constants behind its first; kWalk, the weight's place behind which is where rows lie (Walk
+//       below); BARRIERS of a step; kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in shared memory; DOWN, whether steps are walked
+//       from a sequence's last one to its first one
 #pragma once
 #include "kernels/chain.cuh"
 
@@ -24,9 +29,11 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   using Base::kBlock, Base::kSize, Base::lane, Base::memory, Base::params, Base::units, Base::warp;
   using Real = Sum<Element>;
   using Last = typename Pass::Last;
+  using Result = typename Pass::RESULT;
   template <class S> using Sums = typename Base::template Sums<S>;
-  static constexpr int kRounds = ceil_div(Last::TILES, Pass::WARPS), kHalves = 2 * Last::MT, kPairs = kRounds * kHalves * Last::NT;
-  static constexpr int kPairBytes = 2 * kSize, kCodes = Pass::SLOTS + 2;
+  static constexpr int kRounds = ceil_div(Last::TILES, Pass::WARPS), kHalves = 2 * Last::MT, kCodes = 2 * Pass::SLOTS;
+  static constexpr i64 kWhole = i64(Pass::HIDDEN) * Pass::PARTS;
+  static_assert((Pass::SLOTS & (Pass::SLOTS - 1)) == 0 && kCodes >= Pass::SLOTS + 2);
   using State = Real[kRounds][kHalves][Last::NT][2];  // a lane's features, as its sums of the last contraction lie
   const u32 shared;
   const i64 begin;  // the block's first sequence
@@ -45,15 +52,15 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     const i64 *first, *lengths, *offsets;
     i64 steps, of_sequence, of_step, rows;
     DEVICE explicit Walk(const RecurrentSteps& r)
-        : starts(r.tensor<unsigned char>(Pass::kWalk)), first(r.tensor<i64>(Pass::kWalk + 1)), lengths(r.tensor<i64>(Pass::kWalk + 2)),
-          offsets(r.tensor<i64>(Pass::kWalk + 3)), steps(r.number(Pass::kWalk + 4)), of_sequence(r.number(Pass::kWalk + 5)),
-          of_step(r.number(Pass::kWalk + 6)), rows(r.number(Pass::kWalk + 7)) {}
+        : starts(r.tensor<unsigned char>(Pass::kWalk)), first(r.tensor<i64>(Pass::kWalk + 1)),
+          lengths(r.tensor<i64>(Pass::kWalk + 2)), offsets(r.tensor<i64>(Pass::kWalk + 3)), steps(r.number(Pass::kWalk + 4)),
+          of_sequence(r.number(Pass::kWalk + 5)), of_step(r.number(Pass::kWalk + 6)), rows(r.number(Pass::kWalk + 7)) {}
     DEVICE i64 length(i64 sequence) const { return lengths && lengths[sequence] < steps ? lengths[sequence] : steps; }
     DEVICE i64 offset(i64 step) const { return offsets ? offsets[step] : step * of_step; }
   };
 
   // The rows of one sequence, which a thread reads ahead: an offset, what begins at its row, and a code of both, step after step.
-  // A code is 0 behind the last step, or twice the row, and 2, with a bit more where the sequence begins again.
+  // A code is 0 behind the last step, or twice the row, and 2, with one more where the sequence begins again.
   struct Ahead {
     const Walk& walk;
     i64 length, first, offset, code = 0;
@@ -72,73 +79,126 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
       return known;
     }
   };
-  DEVICE u32 code_address(i64 step, int unit) const { return shared + Pass::kRowsAt + (int(step % kCodes) * Pass::UNITS + unit) * 8; }
-  DEVICE void publish(i64 step, int unit, i64 code) const {
+  DEVICE u32 code_address(u32 step, int unit) const { return shared + Pass::kRowsAt + (step % kCodes * Pass::UNITS + unit) * 8; }
+  DEVICE void publish(u32 step, int unit, i64 code) const {
     UNROLL for (int i = 0; i < 2; ++i) store_shared(code_address(step, unit) + i * 4, u32(code >> i * 32));
   }
-  DEVICE i64 code(i64 step, int unit) const {
+  // What a step is to a sequence
+  struct Row {
+    i64 code;
+    DEVICE bool there() const { return code != 0; }
+    DEVICE bool starts() const { return code & 1; }
+    DEVICE i64 at(i64 row) const { return (code / 2 - 1) * row; }
+  };
+  DEVICE Row row(u32 step, int unit) const {
     u32 words[2];
     load_u32x2(code_address(step, unit), words);
-    return i64(u64(words[1]) << 32 | words[0]);
+    return {i64(u64(words[1]) << 32 | words[0])};
   }
 
-  // Two neighbouring features of a lane: which of the tile's they are, and whether they are there.
+  // Two neighbouring features of a lane: the place of the first among those of the tile, where its stream and its state lie, and
+  // whether they are there. Those of a warp tile lie at constants behind its first ones.
   struct Two {
-    int element;
+    int element, of_stream, of_state;
     bool first, second;
     DEVICE int unit() const { return Pass::UNITS == 1 ? 0 : element / Pass::HIDDEN; }
     DEVICE int feature() const { return Pass::UNITS == 1 ? element : element % Pass::HIDDEN; }
   };
-  DEVICE Two two(int tile, int h, int n) const {
-    const auto [row, o, i] = Base::template corner<Last>(tile);
-    const int r = row + h * 8 + lane.g;
+  // The first of a round's features, and what is asked of their places: kept, as the compiler would make them again at every step
+  struct Corner {
+    int r, c, o, element, of_stream, of_state;
+  };
+  struct Corners {
+    Corner of[kRounds];
+  };
+  DEVICE Corners corners() const {
+    Corners made;
+    UNROLL for (int round = 0; round < kRounds; ++round) {
+      auto [row, o, i] = Base::template corner<Last>(warp + round * Pass::WARPS);
+      row += lane.g, i += lane.t * 2;
+      Corner& corner = made.of[round];
+      const int element = Last::BY_ROWS ? row * Last::Q + i : (o * Last::Q + row) * Last::I + i;
+      corner = {row, i, o, element, Last::BY_ROWS ? row * Result::ROW + i : o * Result::ROW + row * Result::STEP + i,
+                Pass::EVEN ? Pass::LAYOUT::at(element) : 0};
+      stay_here(corner.element, corner.of_stream), stay_here(corner.of_state, corner.r);
+    }
+    return made;
+  }
+  DEVICE Two two(const Corner& corner, int h, int n) const {
+    constexpr bool kAllM = Last::M % (Last::MT * 16) == 0;
+    const int r = corner.r + h * 8;
     if constexpr (Last::BY_ROWS) {
-      const int c = i + lane.t * 2 + n * 8;
-      return {r * Last::Q + c, r < Last::ROWS && c < Last::Q, r < Last::ROWS && c + 1 < Last::Q};
+      const int behind = h * 8 * Last::Q + n * 8, c = corner.c + n * 8;
+      const bool there = kAllM || r < Last::M;
+      return {corner.element + behind, corner.of_stream + h * 8 * Result::ROW + n * 8, state_place(corner, behind),
+              there && (Last::Q % Last::WIDE == 0 || c < Last::Q), there && (Last::Q % Last::WIDE == 0 || c + 1 < Last::Q)};
     } else {
-      const int down = Last::DOWN > 1 ? n * 8 / Last::IP : 0, c = i + lane.t * 2 + n * 8 - down * Last::IP;
-      const bool there = r < Last::Q && o + down < Last::ROWS;
-      return {((o + down) * Last::Q + r) * Last::I + c, there && c < Last::I, there && c + 1 < Last::I};
+      const int down = Last::DOWN > 1 ? n * 8 / Last::IP : 0, c = corner.c + n * 8 - down * Last::IP;
+      const int behind = down * Last::Q * Last::I + h * 8 * Last::I + n * 8 - down * Last::IP;
+      const bool there = (kAllM || r < Last::M) && (Last::ROWS % Last::DOWN == 0 || corner.o + down < Last::ROWS);
+      constexpr bool kAllN = Last::I == Last::ACROSS * Last::WIDE / Last::DOWN;
+      return {corner.element + behind,
+              corner.of_stream + down * Result::ROW + h * 8 * Result::STEP + n * 8 - down * Last::IP, state_place(corner, behind),
+              there && (kAllN || c < Last::I), there && (kAllN || c + 1 < Last::I)};
     }
   }
+  DEVICE static int state_place(const Corner& corner, int behind) {
+    return Pass::EVEN ? corner.of_state + Pass::LAYOUT::at(behind) : Pass::LAYOUT::at(corner.element + behind);
+  }
   // go(round, h, n, its two features) for all of a lane, or those of one round
-  template <class Go> DEVICE void each_of(int round, const Go& go) const {
-    const int tile = warp + round * Pass::WARPS;
-    if (Last::TILES % Pass::WARPS && tile >= Last::TILES) return;
+  template <class Go> DEVICE void each_of(const Corners& corners, int round, const Go& go) const {
+    if (Last::TILES % Pass::WARPS && warp + round * Pass::WARPS >= Last::TILES) return;
     UNROLL for (int h = 0; h < kHalves; ++h)
       UNROLL for (int n = 0; n < Last::NT; ++n) {
-        const Two two = this->two(tile, h, n);
+        const Two two = this->two(corners.of[round], h, n);
         if (two.first) go(round, h, n, two);
       }
   }
-  template <class Go> DEVICE void each(const Go& go) const {
-    UNROLL for (int round = 0; round < kRounds; ++round) each_of(round, go);
+  template <class Go> DEVICE void each(const Corners& corners, const Go& go) const {
+    UNROLL for (int round = 0; round < kRounds; ++round) each_of(corners, round, go);
+  }
+  // The same with what the step is to each one's sequence, for those that have it. Of one sequence it is read once.
+  template <class Go> DEVICE void each_of_step(const Corners& corners, int round, u32 step, const Go& go) const {
+    const Row only = row(step, 0);
+    if (Pass::UNITS == 1 && !only.there()) return;
+    each_of(corners, round, [&](int, int h, int n, const Two& two) {
+      const Row mine = Pass::UNITS == 1 ? only : row(step, two.unit());
+      if (Pass::UNITS == 1 || mine.there()) go(h, n, two, mine);
+    });
   }
 
-  // What a lane reads of tensors step by step: of each its two features, in slots of shared memory that are its own.
-  // `rows` apart from each other in memory are a stream's rows, `wide` says that its numbers are Reals.
-  DEVICE static constexpr int place_of(int round, int h, int n) { return (round * kHalves + h) * Last::NT + n; }
-  DEVICE u32 stream_address(i64 step, int at, int bytes, int pair) const {
-    return shared + Pass::kStreamsAt + int(step % Pass::SLOTS) * Pass::kSlotBytes + (at * kPairs + pair * (bytes / kSize)) * kPairBytes * kBlock +
-           threadIdx.x * 2 * bytes;
+  // What is read at each step: in a slot of shared memory a stream lies as the result of the last contraction would
+  DEVICE u32 stream_address(u32 step, int stream) const {
+    return shared + Pass::kStreamsAt + step % Pass::SLOTS * Pass::kSlotBytes + stream * Pass::kStreamBytes;
   }
-  template <class T> DEVICE void ask(i64 step, int at, int pair, const T* from, const Two& two) const {
-    const u32 to = stream_address(step, at, sizeof(T), pair);
-    if constexpr (Pass::PAIRED) {
-      copy_async<2 * sizeof(T)>(to, from, true);
-    } else {
-      store_shared(to, *from);
-      if (two.second) store_shared(to + sizeof(T), from[1]);
-    }
-  }
-  template <class T> DEVICE void take(i64 step, int at, int pair, Real (&x)[2]) const {
-    const u32 from = stream_address(step, at, sizeof(T), pair);
-    if constexpr (sizeof(T) == kSize) {
+  DEVICE void take(u32 step, int stream, const Two& two, Real (&x)[2]) const {
+    const u32 from = stream_address(step, stream) + two.of_stream * kSize;
+    if constexpr (Pass::PAIRED)
       Base::two_numbers(from, x);
+    else
+      UNROLL for (int i = 0; i < 2; ++i) x[i] = i == 0 || two.second ? Base::number(from + i * kSize) : Real(0);
+  }
+  // How loading threads bring a row of a stream: pieces of BYTES, which no row of its layout cuts, in steps of STEP elements.
+  struct Pieces {
+    static constexpr int kRun = Last::BY_ROWS ? Last::Q : Last::I, kThreads = Pass::LOADERS * 32, kBytesOfRun = kRun * kSize;
+    static constexpr int BYTES = kBytesOfRun % 16 == 0 ? 16 : kBytesOfRun % 8 == 0 ? 8 : kBytesOfRun % 4 == 0 ? 4 : 2;
+    static constexpr int EACH = BYTES < kSize ? 1 : BYTES / kSize, STEP = kThreads * EACH, COUNT = ceil_div(Pass::HIDDEN, STEP);
+    static constexpr bool EVEN = STEP % kRun == 0 || kRun % STEP == 0;  // a thread's pieces lie at constants behind its first
+    static constexpr int behind(int j) { return Result::at(j * STEP); }
+    int first, place;  // of a thread
+    DEVICE explicit Pieces(int thread) : first(thread * EACH), place(Result::at(first)) { stay_here(first, place); }
+  };
+  DEVICE static void load_stream(u32 to, const Element* from, int unit, const Pieces& pieces) {
+    using P = Pieces;
+    to += Result::at(Pass::HIDDEN) * unit * kSize;
+    if constexpr (P::BYTES >= 4) {
+      UNROLL_BY(P::COUNT <= 16 ? P::COUNT : 8) for (int j = 0; j < P::COUNT; ++j) {
+        const int i = pieces.first + j * P::STEP, place = P::EVEN ? pieces.place + P::behind(j) : Result::at(i);
+        if (Pass::HIDDEN % P::STEP == 0 || i < Pass::HIDDEN) copy_async<P::BYTES>(to + place * kSize, from + i, true);
+      }
     } else {
-      u32 words[2];
-      load_u32x2(from, words);
-      UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(words[i]);
+      Base::template by_registers<Pass::HIDDEN, P::kThreads>(
+          pieces.first, [&](int i) { return from[i]; }, [&](int i) { return to + Result::at(i) * kSize; });
     }
   }
 
@@ -146,21 +206,20 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   DEVICE void give(Element* to, const Two& two, Real first, Real second) const {
     if constexpr (Pass::PAIRED) {
       const Pair<Element> pair(first, second);
-      store_words<kPairBytes>(to, *reinterpret_cast<const Words<kPairBytes>*>(&pair));
+      store_words<2 * kSize>(to, *reinterpret_cast<const Words<2 * kSize>*>(&pair));
     } else {
       store_global(to, narrow<Element>(first));
       if (two.second) store_global(to + 1, narrow<Element>(second));
     }
   }
   DEVICE void give_state(u32 state, const Two& two, Real first, Real second) const {
-    using L = typename Pass::LAYOUT;
-    const u32 to = state + L::at(two.element) * kSize;
+    const u32 to = state + two.of_state * kSize;
     first = Math::rounded(first), second = Math::rounded(second);
     if constexpr (Pass::PAIRED) {
       store_shared(to, Pair<Element>(first, second));
     } else {
       store_shared(to, narrow<Element>(first));
-      if (two.second) store_shared(state + L::at(two.element + 1) * kSize, narrow<Element>(second));
+      if (two.second) store_shared(state + Pass::LAYOUT::at(two.element + 1) * kSize, narrow<Element>(second));
     }
   }
 
@@ -179,42 +238,79 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     }
     __syncthreads();
   }
-
-  // The weights of all gates; zeros where states lie, for what their layouts pad.
-  DEVICE void prepare() const {
-    for (int at = threadIdx.x * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
-    Base::hold_weights(*this);
+  // take_sums(round, its sums of each gate from FIRST up to END) of the last contraction
+  template <int FIRST, int END, class Go> DEVICE void contract_last(const Gathered& from, const Go& take_sums) const {
+    UNROLL for (int round = 0; round < kRounds; ++round) {
+      const int tile = warp + round * Pass::WARPS;
+      if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
+      Sums<Last> y[END - FIRST] = {};
+      UNROLL for (int g = FIRST; g < END; ++g) add_product<Last>(y[g - FIRST], tile, g, from.at + g * from.apart);
+      take_sums(round, y);
+    }
   }
+
   // Steps of the longest of the block's sequences
-  DEVICE i64 longest(const Walk& walk) const {
+  DEVICE u32 longest(const Walk& walk) const {
     i64 most = 0;
     for (int unit = 0; unit < Pass::UNITS && begin + unit < units; ++unit) {
       const i64 length = walk.length(begin + unit);
       if (length > most) most = length;
     }
-    return most;
+    return u32(most);
   }
 
-  // One step after another: ask(step) begins what the step reads, go(step) makes it, and ends where all may go on.
-  template <class Ask, class Go> DEVICE void walk(const Ask& ask, const Go& go) const {
-    const Walk walk(*this);
-    const i64 steps = longest(walk);
-    const int unit = threadIdx.x;
-    const bool reads_rows = unit < Pass::UNITS;
-    Ahead ahead(walk, begin + unit, reads_rows && begin + unit < units);
-    ahead.advance(0);
-    for (int step = 0; step <= Pass::SLOTS; ++step)
-      if (const i64 code = ahead.advance(step + 1); reads_rows) publish(step, unit, code);
-    __syncthreads();
-    for (int step = 0; step < Pass::SLOTS; ++step) ask(step), commit_copies();
-    ROLL for (i64 step = 0; step < steps; ++step) {
-      wait_for_copies<Pass::SLOTS - 1>();
-      go(step);
-      if (reads_rows) publish(step + Pass::SLOTS + 1, unit, ahead.advance(step + Pass::SLOTS + 2));
-      ask(step + Pass::SLOTS);
+  // What the loading warps do: `load(to, stream, row, unit)` brings a row of a stream, and `loader(thread)` is what does so.
+  template <class Loader> DEVICE void bring(const Walk& walk, u32 steps, const Loader& loader) const {
+    const int thread = threadIdx.x - kBlock;
+    const auto load = loader(thread);
+    const bool reads_rows = thread < Pass::UNITS;
+    static_assert(Pass::UNITS <= Pass::LOADERS * 32);
+    Ahead ahead(walk, begin + thread, reads_rows && begin + thread < units);
+    const auto bring_step = [&](u32 step) {
+      for (int unit = 0; unit < Pass::UNITS; ++unit) {
+        const Row mine = row(step, unit);
+        if (mine.there())
+          UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), stream, mine, unit);
+      }
       commit_copies();
+    };
+    ahead.advance(0);
+    for (u32 step = 0; step < kCodes - 1; ++step)
+      if (const i64 code = ahead.advance(step + 1); reads_rows) publish(step, thread, code);
+    sync_loaders();
+    for (u32 step = 0; step < Pass::SLOTS; ++step) bring_step(step);
+    wait_for_copies<Pass::SLOTS - 1>();
+    __syncthreads();
+    ROLL for (u32 step = 0; step < steps; ++step) {
+      UNROLL for (int i = 1; i < Pass::BARRIERS; ++i) __syncthreads();
+      wait_for_copies<Pass::SLOTS - 2>();
       __syncthreads();
+      if (const i64 code = ahead.advance(step + kCodes); reads_rows) publish(step + kCodes - 1, thread, code);
+      bring_step(step + Pass::SLOTS);
     }
     wait_for_copies<0>();
+  }
+  DEVICE static void sync_loaders() {
+    if constexpr (Pass::LOADERS == 1)
+      __syncwarp();
+    else
+      sync_threads<Pass::LOADERS * 32>(1);
+  }
+
+  // One step after another: loading warps bring what the others, once they are `ready`, go on with.
+  template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
+    const Walk walk(*this);
+    const u32 steps = longest(walk);
+    if (threadIdx.x >= kBlock) {
+      UNROLL for (int i = 0; i < (Math::kRounds ? 3 : 2); ++i) __syncthreads();  // of weights and zeros
+      bring(walk, steps, loader);
+    } else {
+      for (int at = threadIdx.x * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
+      __syncthreads();
+      Base::hold_weights(*this);
+      ready();
+      __syncthreads();
+      ROLL for (u32 step = 0; step < steps; ++step) go(step);
+    }
   }
 };
