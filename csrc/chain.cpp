@@ -311,6 +311,26 @@ static Stack parse_stack(const std::string& text) {
   return stack;
 }
 
+static Recurrence parse_recurrence(const std::string& text) {
+  check_letters(text);
+  const size_t end = text.find("; ");
+  const std::string head = text.substr(0, end);
+  Recurrence recurrence;
+  recurrence.before = head == "gru before" || head == "gru before reversed";
+  recurrence.reversed = head == "gru after reversed" || head == "gru before reversed";
+  if (end == std::string::npos || !(recurrence.before || recurrence.reversed || head == "gru after"))
+    throw std::invalid_argument("it should begin with \"gru after\" or \"gru before\", \" reversed\" or not, and a chain behind");
+  const Chain chain = recurrence.chain = parse(text.substr(end + 2));
+  if (!chain.makes_y() || chain.x_turned || chain.turned || chain.slabs)
+    throw std::invalid_argument("only contractions, a bias and an activation make a gate's recurrent matrix");
+  if (chain.in_features() != chain.out_features())
+    throw std::invalid_argument("a recurrent matrix should have as many outputs as inputs, it has " +
+                                std::to_string(chain.out_features()) + " and " + std::to_string(chain.in_features()));
+  if (chain.bias && recurrence.before)
+    throw std::invalid_argument("with \"before\" a bias should be added to the gates, whose product has none of its own");
+  return recurrence;
+}
+
 const Chain& find_chain(const std::string& text) {
   static Table<std::string, Chain> chains;
   try {
@@ -326,6 +346,15 @@ const Stack& find_stack(const std::string& text) {
     return stacks.find_or_add(text, [&] { return parse_stack(text); });
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument("factorlayer: stack \"" + shown(text) + "\": " + error.what());
+  }
+}
+
+const Recurrence& find_recurrence(const std::string& text) {
+  static Table<std::string, Recurrence> recurrences;
+  try {
+    return recurrences.find_or_add(text, [&] { return parse_recurrence(text); });
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument("factorlayer: recurrence \"" + shown(text) + "\": " + error.what());
   }
 }
 

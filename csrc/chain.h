@@ -75,6 +75,16 @@ struct Stack {
   std::vector<int64_t> places;  // if frozen: elements before each tensor, and before the end
 };
 
+// A gated recurrent unit. Its text is "gru after" or "gru before" (the reset gate stands behind a product or before it), then
+// " reversed" if it goes from the last step to the first one, then "; " and the chain of a gate's recurrent matrix, whose bias
+// and activation are the candidate's: maths/recurrence.py has the formula.
+struct Recurrence {
+  Chain chain;
+  bool before = false, reversed = false;
+  int64_t hidden() const { return chain.out_features(); }
+};
+constexpr int kGates = 3;  // reset, update, candidate
+
 // Whether words, numbers and activations of a chain or a stack are those that there are; what stands where is for those who
 // read it. For texts that Python reads. Throws std::invalid_argument.
 void check_words(const std::string& text);
@@ -82,5 +92,6 @@ void check_words(const std::string& text);
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
 const Chain& find_chain(const std::string& text);
 const Stack& find_stack(const std::string& text);
+const Recurrence& find_recurrence(const std::string& text);
 
 }  // namespace factorlayer

@@ -26,6 +26,7 @@ INTERFACES = {
     3: "17b265ad827c8992",
     4: "ba9d33d0bcabf415",
     5: "ba9d33d0bcabf415",  # plans name more than three buffers of scratch
+    6: "8e15f65555edf7ff",
 }
 
 

@@ -14,6 +14,8 @@ namespace factorlayer::cpu {
   namespace ISA {                                                                              \
   void forward(const Problem&, void*, int, const Parallel&);                                   \
   void backward(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&); \
+  void recurrence(const Recurrent&, void*, int, const Parallel&);                              \
+  void recurrence_backward(const Recurrent&, const RecurrentGradients&, int, const Parallel&); \
   bool has_activation(const std::string&);                                                     \
   }
 FL_DECLARE(generic)
@@ -30,7 +32,12 @@ struct Build {
   bool runs_here;
   void (*forward)(const Problem&, void*, int, const Parallel&);
   void (*backward)(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&);
+  void (*recurrence)(const Recurrent&, void*, int, const Parallel&);
+  void (*recurrence_backward)(const Recurrent&, const RecurrentGradients&, int, const Parallel&);
 };
+
+#define FL_BUILD(ISA, RUNS_HERE) \
+  {#ISA, RUNS_HERE, ISA::forward, ISA::backward, ISA::recurrence, ISA::recurrence_backward}
 
 Build choose_build() {
 #if defined(__x86_64__)
@@ -41,11 +48,12 @@ Build choose_build() {
 #endif
   const Build builds[] = {  // best first
 #if defined(__x86_64__)
-      {"avx512", has_avx512, avx512::forward, avx512::backward},
-      {"avx2", has_avx2, avx2::forward, avx2::backward},
+      FL_BUILD(avx512, has_avx512),
+      FL_BUILD(avx2, has_avx2),
 #endif
-      {"generic", true, generic::forward, generic::backward},
+      FL_BUILD(generic, true),
   };
+#undef FL_BUILD
   const char* wanted = std::getenv("FACTORLAYER_CPU");
   for (const Build& build : builds)
     if (build.runs_here && (!wanted || wanted == std::string(build.name))) return build;
@@ -67,6 +75,15 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
 void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
   build().backward(problem, grad_y, gradients, threads, parallel);
+}
+
+void recurrence(const Recurrent& problem, void* output, int threads, const Parallel& parallel) {
+  build().recurrence(problem, output, threads, parallel);
+}
+
+void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gradients, int threads,
+                         const Parallel& parallel) {
+  build().recurrence_backward(problem, gradients, threads, parallel);
 }
 
 bool has_activation(const std::string& name) { return generic::has_activation(name); }

@@ -29,6 +29,36 @@ void forward(const Problem& problem, void* y, int threads, const Parallel& paral
 void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel);
 
+// The sequences of a recurrence, and their tensors. Step t of sequence i has row first[i] + offsets[t] of all tensors that have
+// rows; where these are null they are multiples of a number, and without lengths all sequences have all steps.
+struct Recurrent {
+  const Recurrence* recurrence;
+  DType dtype;
+  int64_t rows, sequences, steps, of_sequence, of_step;
+  const int64_t *first, *lengths, *offsets;
+  std::vector<const void*> gates;    // three [rows, hidden], or one [rows, 3 hidden]
+  const void* initial;               // [sequences, hidden]
+  std::vector<const void*> weights;  // of a gate behind those of the one before
+  const void* bias;                  // null without one
+  const bool* starts;                // null, or rows before which a sequence begins again from its initial state
+
+  int64_t row(int64_t sequence, int64_t step) const {
+    return (first ? first[sequence] : sequence * of_sequence) + (offsets ? offsets[step] : step * of_step);
+  }
+  int64_t length(int64_t sequence) const { return lengths ? lengths[sequence] : steps; }
+};
+
+// The states behind all steps, in the rows of `output` that a sequence has.
+void recurrence(const Recurrent& problem, void* output, int threads, const Parallel& parallel);
+
+struct RecurrentGradients {
+  const void *grad_output, *output;
+  std::vector<void*> gates;  // as many as the problem has
+  void *beside, *initial;    // [rows, hidden]: of the candidate's product, or what is multiplied in it; [sequences, hidden]
+};
+void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gradients, int threads,
+                         const Parallel& parallel);
+
 bool has_activation(const std::string& name);
 
 // Asks for 2 MB pages under a large new output: its first touch costs a page fault for every 4 KB otherwise,

@@ -1,6 +1,7 @@
 // What the kernels need, included before an instruction set is selected: see isa_avx512.cpp.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -17,3 +19,4 @@
 
 #include "../chain.h"
 #include "cpu.h"
+#include "team.h"

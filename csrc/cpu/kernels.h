@@ -14,6 +14,9 @@
 #include "run.h"
 #include "forward.h"
 #include "backward.h"
+#include "recurrent.h"
+#include "recurrent_forward.h"
+#include "recurrent_backward.h"
 
 template <class F> auto with_types(DType dtype, F&& f) {
   switch (dtype) {
@@ -34,6 +37,19 @@ void backward(const Problem& problem, const void* grad_y, const std::vector<void
               const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
     Backward<decltype(t), decltype(s)>(problem, grad_y, gradients, threads).run(parallel);
+  });
+}
+
+void recurrence(const Recurrent& problem, void* output, int threads, const Parallel& parallel) {
+  with_types(problem.dtype, [&](auto t, auto s) {
+    RecurrentForward<decltype(t), decltype(s)>(problem, output, threads).run(parallel);
+  });
+}
+
+void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gradients, int threads,
+                         const Parallel& parallel) {
+  with_types(problem.dtype, [&](auto t, auto s) {
+    RecurrentBackward<decltype(t), decltype(s)>(problem, gradients, threads).run(parallel);
   });
 }
 

@@ -2,7 +2,7 @@
 
 // Memory that a thread keeps from call to call, one piece for each purpose. Fresh memory would cost a page fault for
 // every 4 KB; and large buffers that come and go between aligned outputs make glibc's heap grow without end.
-enum class Purpose { block, weights, sums, totals, expression, count };
+enum class Purpose { block, weights, sums, totals, states, expression, count };
 
 template <class T> class Arena {
  public:

@@ -83,6 +83,52 @@ void check_frozen(const Stack& stack, const Tensor& x, const Tensor& frozen, int
   check(frozen, x, frozen.numel(), "what is frozen");
 }
 
+static void check_matrix(const Tensor& t, const Home& home, int64_t rows, int64_t columns, const char* name) {
+  check(t, home, rows * columns, name);
+  STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == rows && t.size(1) == columns, "factorlayer: ", name, " must be [", rows, ", ",
+                  columns, "]");
+}
+
+// What tells where rows lie, or begin again.
+static void check_vector(const std::optional<Tensor>& t, const Home& home, ScalarType dtype, int64_t elements,
+                         const char* name) {
+  if (!t) return;
+  const Home own(*t);
+  STD_TORCH_CHECK(own.type == home.type && own.index == home.index && t->scalar_type() == dtype && t->dim() == 1 &&
+                      t->numel() == elements,
+                  "factorlayer: ", name, " must be ", dtype == ScalarType::Bool ? "bool" : "int64", " [", elements,
+                  "], on the device of the gates");
+}
+
+Walk check_recurrence(const Recurrence& recurrence, const std::vector<Tensor>& gates, const Tensor& initial,
+                      const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& starts, const std::optional<Tensor>& first,
+                      const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
+                      const std::vector<int64_t>& numbers) {
+  const Chain& chain = recurrence.chain;
+  const int64_t hidden = recurrence.hidden();
+  const size_t count = chain.contractions.size();
+  STD_TORCH_CHECK(!chain.parameters(), "factorlayer: the activation of a recurrence must have no parameters");
+  STD_TORCH_CHECK((gates.size() == 1 || gates.size() == kGates) && gates[0].dim() == 2 && initial.dim() == 2,
+                  "factorlayer: gates must be three tensors [rows, ", hidden, "] or one [rows, ", kGates * hidden,
+                  "], and the initial state [sequences, ", hidden, "]");
+  const Home home(gates[0]);
+  const Walk walk{initial.size(0), numbers.empty() ? -1 : numbers[0], gates[0].size(0), numbers.size() == 3 ? numbers[1] : -1,
+                  numbers.size() == 3 ? numbers[2] : -1};
+  STD_TORCH_CHECK(walk.steps >= 0 && walk.of_sequence >= 0 && walk.of_step >= 0 && walk.steps <= kMostElements,
+                  "factorlayer: numbers must be [steps, rows of a sequence, rows of a step], none of them negative");
+  for (const Tensor& gate : gates) check_matrix(gate, home, walk.rows, kGates * hidden / int64_t(gates.size()), "a gate");
+  check_matrix(initial, home, walk.sequences, hidden, "the initial state");
+  STD_TORCH_CHECK(weights.size() == kGates * count, "factorlayer: a recurrence must have the ", count,
+                  " weights of each of its three gates, ", weights.size(), " were given");
+  for (size_t at = 0; at < weights.size(); at += count) check_layer(chain, home, &weights[at], count, bias ? &*bias : nullptr);
+  check_vector(starts, home, ScalarType::Bool, walk.rows, "starts");
+  check_vector(first, home, ScalarType::Long, walk.sequences, "first");
+  check_vector(lengths, home, ScalarType::Long, walk.sequences, "lengths");
+  check_vector(offsets, home, ScalarType::Long, walk.steps, "offsets");
+  return walk;
+}
+
 void check_wanted(const std::vector<int64_t>& wanted, size_t tensors) {
   int64_t least = 0;
   for (int64_t place : wanted) {

@@ -28,6 +28,18 @@ void check_values(const Stack& stack, const Tensor& frozen, int64_t prepared);
 
 void check_frozen(const Stack& stack, const Tensor& x, const Tensor& frozen, int64_t prepared);
 
+// Of a recurrence: how many sequences, steps of the longest one, rows of what has rows, and the strides of rows.
+struct Walk {
+  int64_t sequences, steps, rows, of_sequence, of_step;
+};
+
+// Whether tensors are those of a recurrence. Where rows lie is for those to check who can read the tensors that say it.
+Walk check_recurrence(const Recurrence& recurrence, const std::vector<Tensor>& gates, const Tensor& initial,
+                      const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& starts, const std::optional<Tensor>& first,
+                      const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
+                      const std::vector<int64_t>& numbers);
+
 void check_wanted(const std::vector<int64_t>& wanted, size_t tensors);
 
 }  // namespace factorlayer

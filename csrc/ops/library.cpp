@@ -1,6 +1,7 @@
 // The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
-// weights that stay as they are, stack_prepare and stack_frozen; and questions without tensors. Callers are autograd/layer_ops.py,
-// stack_ops.py, stacks/frozen.py and exported graphs.
+// weights that stay as they are, stack_prepare and stack_frozen; for a recurrence, recurrence and recurrence_backward; and
+// questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, recurrent_ops.py, stacks/frozen.py and exported
+// graphs.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {
@@ -16,6 +17,10 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("slopes(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
+  m.def("recurrence(Tensor[] gates, Tensor initial, Tensor[] weights, Tensor? bias, Tensor? starts, Tensor? first, "
+        "Tensor? lengths, Tensor? offsets, int[] numbers, str recurrence) -> Tensor");
+  m.def("recurrence_backward(Tensor grad_output, Tensor output, Tensor[] gates, Tensor initial, Tensor[] weights, Tensor? bias, "
+        "Tensor? starts, Tensor? first, Tensor? lengths, Tensor? offsets, int[] numbers, str recurrence) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, int memory_rate=0) "

@@ -1,0 +1,386 @@
+// What a recurrence's forward and backward pass share: which sequences and features are walked together, and the three recurrent
+// matrices, prepared once for all steps.
+//
+// Sequences are independent, the longest ones come first, and those of a part go from step to step together, so that their
+// states stay in cache. Features are independent between the blocks of a block-diagonal matrix. A part of a dense recurrence
+// that has threads to itself is shared by columns (team.h). How parts are cut changes no number: those of structured matrices do
+// not depend on the threads, and a number of a dense product does not depend on the rows beside it.
+// Called by recurrent_forward.h and recurrent_backward.h.
+
+constexpr int64_t kTogether = 16, kDenseTogether = 64;  // sequences of a part, at most
+constexpr int64_t kFewTogether = 8;                     // sequences below which threads rather share columns
+constexpr int64_t kPartFeatures = 128;                  // features that pay for a part of a block-diagonal recurrence
+constexpr int64_t kMemberWork = 1 << 16;                // multiply-adds between two waits for others
+
+// f(first element, get, put) for vectors of n elements: get(from) and put(to, vector) leave alone what is beyond them.
+template <class T, class F> FL_INLINE void for_vectors(int64_t n, F&& f) {
+  constexpr int L = kLanes<T>;
+  int64_t at = 0;
+  for (; at + L <= n; at += L)
+    f(at, [](const T* from) __attribute__((always_inline)) { return load(from); },
+      [](T* to, Vec<T> v) __attribute__((always_inline)) { store(to, v); });
+  if (const int rest = int(n - at))
+    f(at, [rest](const T* from) __attribute__((always_inline)) { return load_first(from, rest); },
+      [rest](T* to, Vec<T> v) __attribute__((always_inline)) { store_first(to, v, rest); });
+}
+
+// Some features, counted from the first one of a part.
+struct Columns {
+  int64_t from, count;
+  int64_t row;  // elements from a row of their product to the next one
+};
+
+// What products need beside their operands.
+template <class T> struct ProductMemory {
+  std::vector<States<T>> states;  // of each gate's layer
+  Scratch<T> scratch;
+  T* sum;
+};
+
+// The recurrent matrices of the gates for some features, or their transposes.
+//
+// A dense product is made panel by panel: columns that are kept in registers, of a matrix that has been packed by panels, or,
+// for few rows in all, of the weights where they lie. A structured one has one panel, and a layer for each gate.
+template <class T, class S> class Products {
+  const bool turned_, dense_, packs_;
+  const int64_t features_;
+  static constexpr int64_t kWidth = kMaxVecs * kLanes<T>;
+  std::vector<const void*> tensors_;  // of a gate behind those of the one before
+  std::vector<Layer<T, S>> layers_;
+  std::vector<const T*> plain_;
+  T* packed_ = nullptr;
+  Chain chain_;
+
+ public:
+  // `rows`: taken in all; `samples`: at once.
+  Products(const Chain& chain, std::vector<const void*> tensors, bool turned, int64_t rows, int64_t samples)
+      : turned_(turned), dense_(is_dense(chain)), packs_(dense_ && !takes_dots<T>(chain.contractions[0], rows)),
+        features_(chain.in_features()), tensors_(std::move(tensors)), chain_(bare(chain, turned)), rows_(rows),
+        samples_(samples) {}
+
+  static bool is_dense(const Chain& chain) {
+    const Contraction& c = chain.contractions.front();
+    return chain.contractions.size() == 1 && chain.rank == 1 && c.tied && c.outer * c.inner == 1;
+  }
+  bool dense() const { return dense_; }
+  bool by_dots() const { return dense_ && !packs_; }
+
+  int64_t panels() const { return dense_ ? (features_ + kWidth - 1) / kWidth : 1; }
+  int64_t widest() const { return dense_ ? std::min(kWidth, whole_vectors<T>(features_)) : features_; }
+  Columns panel(int64_t i) const {
+    if (!dense_) return {0, features_, features_};
+    const int64_t count = std::min(kWidth, features_ - i * kWidth);
+    return {i * kWidth, count, packs_ ? whole_vectors<T>(count) : count};
+  }
+
+  // Elements of transposed weights, and those of what prepare() takes. Layers read weights when they are made: transposed ones
+  // come first.
+  int64_t transposed_size() const {
+    int64_t size = 0;
+    if (turned_ && !dense_)
+      for (const Contraction& c : chain_.contractions) size += kGates * chain_.rank * c.weight_size();
+    return size;
+  }
+  template <class Take> void make_layers(Take&& take) {
+    if (dense_) return;
+    if (turned_)
+      for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = transposed(int64_t(i), take);
+    layers_.reserve(kGates);
+    for (int g = 0; g < kGates; ++g)
+      layers_.emplace_back(chain_, tensors_.data() + g * int64_t(chain_.contractions.size()), samples_, false);
+  }
+  int64_t prepared_size() const {
+    const int64_t f = features_;
+    if (packs_) return kGates * f * whole_vectors<T>(f) + (kConverts<T, S> ? kWidth * f : 0);
+    int64_t size = dense_ && kConverts<T, S> ? kGates * f * f : 0;
+    for (const Layer<T, S>& layer : layers_) size += layer.prepared_size(rows_);
+    return size;
+  }
+  // take(elements) gives memory.
+  template <class Take> void prepare(Take&& take) {
+    if (packs_) return pack(take);
+    if (dense_)
+      for (const void* weight : tensors_) {
+        T* buffer = kConverts<T, S> ? take(features_ * features_) : nullptr;
+        plain_.push_back(read_rows<T, S>(weight, 0, features_, features_, buffer));
+      }
+    for (Layer<T, S>& layer : layers_) layer.prepare(rows_, take);
+  }
+
+  template <class Take> ProductMemory<T> make_memory(int64_t samples, Take&& take) const {
+    ProductMemory<T> memory;
+    int64_t scratch = 0;
+    for (const Layer<T, S>& layer : layers_) {
+      memory.states.push_back(layer.make_states(samples, false, take));
+      scratch = std::max(scratch, layer.scratch_size());
+    }
+    memory.scratch = {take(scratch), take(kPackedSize<T>)};
+    memory.sum = turned_ && !dense_ ? take(samples * features_) : nullptr;
+    return memory;
+  }
+
+  // The columns of gate g's product with x [n, features].
+  void multiply_by(int g, const Columns& columns, int64_t n, const T* x, T* y, const ProductMemory<T>& memory) const {
+    const int64_t f = features_;
+    if (packs_)
+      multiply<T>({n, columns.row, f}, {x, f, 1}, {packed_ + (g * whole_vectors<T>(f) + columns.from) * f, columns.row, 1},
+                  {y, columns.row, 1}, false, nullptr);
+    else if (dense_)
+      multiply_dots<T>({n, columns.count, f}, {x, f, 1}, {plain_[g] + columns.from * f, f, 1}, {y, columns.row, 1}, false);
+    else
+      layers_[g].contract_all(n, x, y, memory.states[g], memory.scratch);
+  }
+
+  // Where gradients of gates are taken from, in memory for so many rows of all gates.
+  T* gradients_of(int g, int64_t rows, T* gradients) const { return gradients + g * features_ * (dense_ ? 1 : rows); }
+  int64_t gradients_row() const { return features_ * (dense_ ? kGates : 1); }
+
+  // The columns of the sum of the products that the gates from .. to - 1 have with their gradients; of the transposes.
+  void back(int from, int to, const Columns& columns, int64_t n, int64_t rows, T* gradients, T* y,
+            const ProductMemory<T>& memory) const {
+    const int64_t f = features_, all = kGates * f;
+    if (packs_) {
+      const T* panel = packed_ + columns.from * all + from * f * columns.row;
+      multiply<T>({n, columns.row, (to - from) * f}, {gradients_of(from, rows, gradients), all, 1}, {panel, columns.row, 1},
+                  {y, columns.row, 1}, false, nullptr);
+      return;
+    }
+    for (int g = from; g < to; ++g) {
+      const T* own = gradients_of(g, rows, gradients);
+      if (dense_) {
+        multiply<T>({n, columns.count, f}, {own, all, 1}, {plain_[g] + columns.from, f, 1}, {y, columns.row, 1}, g > from,
+                    nullptr);
+      } else {
+        layers_[g].contract_all(n, own, g > from ? memory.sum : y, memory.states[g], memory.scratch);
+        if (g > from) add(n * f, memory.sum, y);
+      }
+    }
+  }
+
+ private:
+  int64_t rows_, samples_;
+
+  // The contractions alone, or those of the transposed matrix.
+  static Chain bare(const Chain& chain, bool turned) {
+    Chain made;
+    made.rank = chain.rank;
+    made.contractions = chain.contractions;
+    if (!turned) return made;
+    std::reverse(made.contractions.begin(), made.contractions.end());
+    for (Contraction& c : made.contractions) std::swap(c.p, c.q);
+    return made;
+  }
+
+  // A tensor's matrices, transposed.
+  template <class Take> const void* transposed(int64_t i, Take&& take) const {
+    const int64_t weight = i % int64_t(chain_.contractions.size());
+    const Contraction& c = *std::find_if(chain_.contractions.begin(), chain_.contractions.end(),
+                                         [&](const Contraction& each) { return each.weight == weight; });
+    const S* from = static_cast<const S*>(tensors_[i]);
+    const int64_t size = chain_.rank * c.weight_size();
+    S* made = reinterpret_cast<S*>(take(size));
+    for (int64_t at = 0; at < size; at += c.p * c.q) {  // its p are the rows, which the given ones have as columns
+      if constexpr (!kConverts<T, S>) transpose<T>(c.p, c.q, from + at, c.q, made + at, c.p);
+      else
+        for (int64_t p = 0; p < c.p; ++p)
+          for (int64_t q = 0; q < c.q; ++q) made[at + q * c.p + p] = from[at + p * c.q + q];
+    }
+    return made;
+  }
+
+  // Panel behind panel, each with rows for the inputs of a product: those of a gate, or, turned, of all gates.
+  template <class Take> void pack(Take&& take) {
+    const int64_t f = features_;
+    packed_ = take(kGates * f * whole_vectors<T>(f));
+    T* buffer = kConverts<T, S> ? take(kWidth * f) : nullptr;
+    for (int g = 0; g < kGates; ++g)
+      for (int64_t i = 0; i < panels(); ++i) {
+        const Columns columns = panel(i);
+        T* to = packed_ + (turned_ ? columns.from * kGates + g * columns.row : g * whole_vectors<T>(f) + columns.from) * f;
+        if (columns.count < columns.row) std::fill(to, to + f * columns.row, T(0));
+        if (turned_) {
+          for (int64_t p = 0; p < f; ++p, to += columns.row)
+            read(columns.count, static_cast<const S*>(tensors_[g]) + p * f + columns.from, to);
+        } else {
+          const T* rows = read_rows<T, S>(tensors_[g], columns.from, columns.count, f, buffer);
+          transpose<T>(columns.count, f, rows, f, to, columns.row);
+        }
+      }
+  }
+};
+
+// Sequences and features that go from step to step together.
+struct Part {
+  int64_t first, count;        // among the sequences in their order
+  int64_t feature, features;
+  int64_t products;            // which of these
+  int64_t steps;               // of its longest sequence
+};
+
+template <class T, class S> struct RecurrentRun {
+  struct Sequence {
+    int64_t index, length;
+  };
+
+  const Recurrent& problem;
+  const Chain& chain;
+  const bool before, reversed;
+  const int64_t hidden;
+  std::vector<Sequence> sequences;  // the longest first
+  int64_t rows = 0;                 // steps of all sequences
+  std::vector<Part> parts;
+  int64_t most = 1, widest = 1;     // sequences and features of a part
+  int64_t members = 1, workers = 1; // threads that share a part; parts that are walked at a time
+  Activation<T> activation;         // of the candidate, as rows of one feature
+  const T* bias = nullptr;
+
+  RecurrentRun(const Recurrent& problem_, int threads)
+      : problem(problem_), chain(problem.recurrence->chain), before(problem.recurrence->before),
+        reversed(problem.recurrence->reversed), hidden(problem.recurrence->hidden()) {
+    for (int64_t i = 0; i < problem.sequences; ++i) {
+      const int64_t length = problem.length(i);
+      if (length) sequences.push_back({i, length});
+      rows += length;
+    }
+    if (problem.lengths)
+      std::stable_sort(sequences.begin(), sequences.end(),
+                       [](const Sequence& a, const Sequence& b) { return a.length > b.length; });
+    cut(threads);
+    Chain single = chain;
+    single.contractions = {{true, 0, 1, 1, 1, 1}};
+    single.bias = false;
+    activation = Activation<T>(single, nullptr, {});
+  }
+
+  // Matrices for the features of each part, the `turned` ones for fewer rows at once. take(elements) gives memory.
+  std::vector<Products<T, S>> make_products(bool turned, int64_t samples) const {
+    std::vector<Products<T, S>> products;
+    for (const Part& part : parts) {
+      if (part.products < int64_t(products.size())) continue;
+      Chain own = chain;
+      std::vector<const void*> tensors = problem.weights;
+      if (part.features < hidden) {
+        Contraction& c = own.contractions[0];
+        const int64_t size = c.p * c.q, head = part.feature / c.q;
+        c.outer = part.features / c.q;
+        for (const void*& tensor : tensors) tensor = static_cast<const S*>(tensor) + head * size;
+      }
+      products.emplace_back(own, std::move(tensors), turned, rows, samples);
+    }
+    return products;
+  }
+
+  void prepare(std::initializer_list<std::vector<Products<T, S>>*> all) {
+    int64_t transposed = 0, size = chain.bias ? hidden : 0;
+    for (auto* products : all)
+      for (const Products<T, S>& each : *products) transposed += each.transposed_size();
+    T* at = Arena<T>(Purpose::totals, transposed).take(transposed);
+    const auto take = [&](int64_t n) { return at += n, at - n; };
+    for (auto* products : all)
+      for (Products<T, S>& each : *products) each.make_layers(take), size += each.prepared_size();
+    at = Arena<T>(Purpose::weights, size).take(size);
+    if (chain.bias) bias = read_rows<T, S>(problem.bias, 0, 1, hidden, take(hidden));
+    for (auto* products : all)
+      for (Products<T, S>& each : *products) each.prepare(take);
+  }
+
+  // Step of a part's walk to the number of that step.
+  int64_t time(const Part& part, int64_t step) const { return reversed ? part.steps - 1 - step : step; }
+  // How many of its sequences, which are the first ones, have a step.
+  int64_t there(const Part& part, int64_t t) const {
+    const auto from = sequences.begin() + part.first, to = from + part.count;
+    if (t < 0 || t >= part.steps) return 0;
+    if ((to - 1)->length > t) return part.count;
+    return std::partition_point(from, to, [t](const Sequence& each) { return each.length > t; }) - from;
+  }
+  const Sequence& sequence(const Part& part, int64_t i) const { return sequences[part.first + i]; }
+  int64_t row(const Part& part, int64_t i, int64_t t) const { return problem.row(sequence(part, i).index, t); }
+  bool begins(const Part& part, int64_t i, int64_t t) const { return t == (reversed ? sequence(part, i).length - 1 : 0); }
+  bool ends(const Part& part, int64_t i, int64_t t) const { return t == (reversed ? 0 : sequence(part, i).length - 1); }
+  bool starts(int64_t row) const { return problem.starts && problem.starts[row]; }
+
+  // Where the columns of gate g begin in a row of the gates.
+  int64_t gate_at(const Part& part, int g, int64_t row, const Columns& columns) const {
+    const int64_t at = part.feature + columns.from;
+    return problem.gates.size() == 1 ? (row * kGates + g) * hidden + at : row * hidden + at;
+  }
+  const T* read_gate(const Part& part, int g, int64_t row, const Columns& columns, T* buffer) const {
+    const void* gate = problem.gates[problem.gates.size() == 1 ? 0 : g];
+    return read_rows<T, S>(gate, gate_at(part, g, row, columns), columns.count, 1, buffer);
+  }
+  int64_t state_at(const Part& part, int64_t row, const Columns& columns) const {
+    return row * hidden + part.feature + columns.from;
+  }
+  void read_initial(const Part& part, int64_t i, const Columns& columns, T* to) const {
+    const int64_t at = state_at(part, sequence(part, i).index, columns);
+    read(columns.count, static_cast<const S*>(problem.initial) + at, to);
+  }
+
+  // walk.make_shared(take) and walk.make_own(take) give the buffers of a part and of a thread; walk.phases(part) counts the
+  // phases of walk.run(part, shared, own, phase, chunk).
+  template <class Walk> void over_parts(const Parallel& parallel, const Walk& walk) const {
+    const int64_t count = int64_t(parts.size());
+    if (members == 1) {
+      std::atomic<int64_t> next{0};
+      parallel(workers, [&](int64_t) {
+        typename Walk::Shared shared;
+        typename Walk::Own own;
+        in_memory<T>(Purpose::block, [&](auto&& take) { shared = walk.make_shared(take), own = walk.make_own(take); });
+        for (int64_t i; (i = next++) < count;)
+          for (int64_t phase = 0, phases = walk.phases(parts[i]); phase < phases; ++phase)
+            walk.run(parts[i], shared, own, phase, 0);
+      });
+      return;
+    }
+    std::vector<typename Walk::Shared> shared;
+    in_memory<T>(Purpose::states, [&](auto&& take) {
+      shared.clear();
+      for (int64_t i = 0; i < count; ++i) shared.push_back(walk.make_shared(take));
+    });
+    std::vector<std::unique_ptr<Team>> teams;
+    for (int64_t i = 0; i < count; ++i) teams.push_back(std::make_unique<Team>(members));
+    parallel(count * members, [&](int64_t task) {
+      const int64_t i = task / members;
+      typename Walk::Own own;
+      in_memory<T>(Purpose::block, [&](auto&& take) { own = walk.make_own(take); });
+      teams[i]->run(task % members, walk.phases(parts[i]), [&](int64_t phase, int64_t chunk) {
+        walk.run(parts[i], shared[i], own, phase, chunk);
+      });
+    });
+  }
+
+  // f(columns) for the panels of a chunk.
+  template <class F> void for_panels(const Products<T, S>& products, int64_t chunk, F&& f) const {
+    const int64_t panels = products.panels();
+    for (int64_t i = panels * chunk / members; i < panels * (chunk + 1) / members; ++i) f(products.panel(i));
+  }
+
+ private:
+  void cut(int threads) {
+    const int64_t count = int64_t(sequences.size());
+    const Contraction& c = chain.contractions.front();
+    if (Products<T, S>::is_dense(chain)) {
+      const bool shares = !takes_dots<T>(c, rows);  // else what a dot product makes may depend on the rows beside it
+      const int64_t share = (count + threads - 1) / threads;
+      const int64_t together = shares ? std::clamp<int64_t>(share, kFewTogether, kDenseTogether) : kDenseTogether;
+      for (int64_t first = 0; first < count; first += together)
+        add_part(first, std::min(together, count - first), 0, hidden, 0);
+      const int64_t panels = Products<T, S>(chain, {}, false, rows, most).panels();
+      const int64_t work = kGates * hidden * hidden * most / kMemberWork;
+      if (const int64_t blocks = int64_t(parts.size()); blocks && blocks < threads)
+        members = std::max<int64_t>(1, std::min({threads / blocks, panels, work}));
+    } else {
+      const bool divides = chain.contractions.size() == 1 && chain.rank == 1 && !c.tied && c.inner == 1;
+      const int64_t features = divides ? std::max<int64_t>(1, kPartFeatures / c.q) * c.q : hidden;
+      for (int64_t first = 0; first < count; first += kTogether)
+        for (int64_t at = 0, which = 0; at < hidden; at += features, ++which)
+          add_part(first, std::min(kTogether, count - first), at, std::min(features, hidden - at), which);
+    }
+    workers = std::min<int64_t>(threads, int64_t(parts.size()));
+  }
+
+  void add_part(int64_t first, int64_t count, int64_t feature, int64_t features, int64_t products) {
+    parts.push_back({first, count, feature, features, products, sequences[first].length});
+    most = std::max(most, count), widest = std::max(widest, features);
+  }
+};
