@@ -73,6 +73,8 @@ def naive(
     """The states behind all steps, [rows, hidden], like `gates`, which are three of these or one [rows, 3 · hidden].
     Where `starts` [rows] is true, a sequence begins again from its initial state [sequences, hidden]."""
     gates = gates[0].chunk(GATES, dim=-1) if len(gates) == 1 else gates
+    if not (walk.steps and walk.sequences and gates[0].shape[0]):
+        return torch.zeros_like(gates[0])
     rows, there = walk.rows(initial)
     chain, count = recurrence.chain, recurrence.weights
     state = initial
@@ -91,7 +93,5 @@ def naive(
         )
         state = torch.where(there[t][:, None], made, state)
         states.append(state)
-    if not states:
-        return gates[0].new_empty(gates[0].shape)
     all_states = torch.stack(states[::-1] if recurrence.reverse else states)
     return gates[0].new_zeros(gates[0].shape).index_put((rows[there],), all_states[there])

@@ -1,0 +1,407 @@
+"""v3 of a recurrence: its raw ops, and what PyTorch has to know about them.
+
+factorlayer::recurrence and ::recurrence_backward go from step to step. Backward makes the gradients of the gates, and
+what stands beside them, of all rows. Gradients of weights are then products over all rows, of these and of the states
+before their steps. Double backward goes through the definition, whose every operation PyTorch can differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
+
+from factorlayer.activations.named import activate
+from factorlayer.autograd import layer_ops
+from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
+from factorlayer.autograd.vectors import are_vectors, one_by_one
+from factorlayer.maths.recurrence import GATES, Recurrence
+from factorlayer.maths.steps import Walk, naive
+
+PLACES = 4  # tensors that say where sequences begin and where their rows are: starts, first, lengths, offsets
+
+if missing_extension is None:
+    _recurrence = torch.ops.factorlayer.recurrence.default
+    _backward = torch.ops.factorlayer.recurrence_backward.default
+    _recurrence_now = _recurrence._op  # the same, but for a Python call around it, which torch.compile has to see
+
+
+def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
+    """Why the fused implementation cannot take a recurrence from these states, or None."""
+    reason = layer_ops.why_not_fused(initial, recurrence.chain)
+    if reason is not None:
+        return reason
+    if recurrence.chain.parameters:
+        return "its kernels have no gradient of what the candidate's activation learns"
+    if initial.is_cuda:
+        return "it has kernels of a recurrence for CPU tensors only"
+    return None
+
+
+def fused(
+    recurrence: Recurrence,
+    gates: Sequence[Tensor],
+    initial: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    starts: Tensor | None,
+    walk: Walk,
+) -> Tensor:
+    """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them."""
+    places = starts, walk.first, walk.lengths, walk.offsets
+    output: Tensor
+    if transforms_active():
+        given = *places, bias, initial, *gates, *weights
+        output = _TransformableRecurrence.apply(recurrence.text, tuple(walk.numbers), len(gates), *given)
+    elif torch.is_grad_enabled() and _any_requires_grad(gates, initial, weights, bias):
+        if not is_compiling():
+            refuse_traced_gradients()
+        given = *places, bias, initial, *gates, *weights
+        output = _Recurrence.apply(recurrence.text, tuple(walk.numbers), len(gates), *given)
+    else:
+        op = _recurrence if is_compiling() else _recurrence_now
+        output = op(gates, initial, weights, bias, *places, walk.numbers, recurrence.text)
+    return output
+
+
+def _any_requires_grad(
+    gates: Sequence[Tensor], initial: Tensor, weights: Sequence[Tensor], bias: Tensor | None
+) -> bool:
+    if initial.requires_grad or (bias is not None and bias.requires_grad):
+        return True
+    return any([each.requires_grad for each in (*gates, *weights)])  # a list takes less time than a generator
+
+
+# Autograd. A call's tensors come in one order: starts, first, lengths, offsets, bias, initial, gates, weights.
+
+
+class _Recurrence(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, numbers: tuple[int, ...], count: int, *given: Tensor | None) -> Tensor:
+        output = _run(text, numbers, count, given)
+        ctx.call = text, numbers, count
+        ctx.save_for_backward(output, *given)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        made = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        return _backward_of(ctx, grad_output, made)
+
+
+class _TransformableRecurrence(Function):
+    """In the form that torch.func can transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(text: str, numbers: tuple[int, ...], count: int, *given: Tensor | None) -> Tensor:
+        return _run(text, numbers, count, given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.call = inputs[:3]
+        ctx.save_for_backward(output, *inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        return _backward_of(ctx, grad_output, _Gradients.apply)
+
+
+class _Gradients(Function):
+    """The backward pass, which can be differentiated again."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        text: str, numbers: tuple[int, ...], count: int, wanted: tuple[bool, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        return _gradients(text, numbers, count, wanted, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.wanted = inputs[:3], inputs[3]
+        ctx.save_for_backward(*inputs[4:])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor) -> tuple[Any, ...]:
+        grad_output, _, *given = ctx.saved_tensors
+        places, learned = given[:PLACES], given[PLACES:]
+
+        def first_gradients(grad_output: Tensor, *present: Tensor) -> tuple[Tensor, ...]:
+            of = _definition(ctx.call, places, learned)
+            found = iter(torch.func.vjp(of, *present)[1](grad_output))
+            all_found = [None if t is None else next(found) for t in learned]
+            return tuple(g for g, want in zip(all_found, ctx.wanted, strict=True) if want and g is not None)
+
+        present = [t for t in learned if t is not None]
+        vjp = torch.func.vjp(first_gradients, grad_output, *present)[1]
+        if are_vectors(*grad_gradients):
+            found = iter(one_by_one(lambda *of_one: vjp(of_one), *grad_gradients))
+        else:
+            found = iter(vjp(grad_gradients))
+        of_output = next(found)
+        none = (None,) * PLACES
+        return None, None, None, None, of_output, None, *none, *(None if t is None else next(found) for t in learned)
+
+
+def _run(text: str, numbers: tuple[int, ...], count: int, given: Sequence[Tensor | None]) -> Tensor:
+    *places, bias, initial = given[: PLACES + 2]
+    tensors = given[PLACES + 2 :]
+    op = _recurrence if is_compiling() or transforms_active() else _recurrence_now
+    output: Tensor = op(tensors[:count], initial, tensors[count:], bias, *places, numbers, text)
+    return output
+
+
+def _definition(
+    call: tuple[str, tuple[int, ...], int], places: Sequence[Tensor | None], learned: Sequence[Tensor | None]
+) -> Callable[..., Tensor]:
+    """The recurrence by operations that PyTorch can differentiate, of the tensors that are there among bias, initial,
+    gates and weights."""
+    text, numbers, count = call
+    recurrence = Recurrence.parse(text)
+
+    def run(*present: Tensor) -> Tensor:
+        rest = iter(present)
+        bias, initial, *tensors = (None if t is None else next(rest) for t in learned)
+        assert initial is not None
+        starts, *of_rows = places
+        walk = _walk(numbers, initial, of_rows)
+        gates, weights = tensors[:count], tensors[count:]
+
+        def activation(x: Tensor) -> Tensor:
+            return activate(recurrence.chain.activation, x, [])
+
+        return naive(recurrence, gates, initial, weights, bias, starts, walk, activation)  # type: ignore[arg-type]
+
+    return run
+
+
+def _walk(numbers: Sequence[int], initial: Tensor, of_rows: Sequence[Tensor | None]) -> Walk:
+    steps, of_sequence, of_step = numbers
+    return Walk(initial.shape[0], steps, of_sequence, of_step, *of_rows)
+
+
+def _backward_of(ctx: Any, grad_output: Tensor, gradients: Callable[..., tuple[Tensor, ...]]) -> tuple[Any, ...]:
+    none = (None,) * (3 + PLACES)
+    wanted = tuple(ctx.needs_input_grad[len(none) :])
+
+    def run(grad_output: Tensor) -> tuple[Tensor, ...]:
+        return gradients(*ctx.call, wanted, grad_output, *ctx.saved_tensors)
+
+    found = iter(one_by_one(run, grad_output) if are_vectors(grad_output) else run(grad_output))
+    return *none, *(next(found) if want else None for want in wanted)
+
+
+def _gradients(
+    text: str, numbers: tuple[int, ...], count: int, wanted: Sequence[bool], *tensors: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Those that are wanted of bias, initial, gates and weights."""
+    grad_output, output, starts, *given = tensors
+    of_rows, (bias, initial), rest = given[: PLACES - 1], given[PLACES - 1 : PLACES + 1], given[PLACES + 1 :]
+    assert output is not None and initial is not None
+    gates, weights = rest[:count], [weight for weight in rest[count:] if weight is not None]
+    made = _backward(grad_output, output, gates, initial, weights, bias, starts, *of_rows, numbers, text)
+    *of_gates, beside, of_initial = made
+    wants_weights = wanted[2 + count :]
+    of_weights: list[Tensor | None] = [None] * len(weights)
+    if any(wants_weights):
+        walk = _walk(numbers, initial, of_rows)
+        states = list(_states_before(_About(*_about(text)).reverse, output, initial, starts, walk))
+        of_weights = _weight_gradients(text, of_gates, beside, states, weights, wants_weights)
+    of_bias = beside.sum(0) if wanted[0] else None
+    found = of_bias, of_initial, *of_gates, *of_weights
+    return tuple(g for g, want in zip(found, wanted, strict=True) if want and g is not None)
+
+
+# Gradients of weights: products of what comes back to a gate's product, and of what went into it, summed over all rows.
+
+
+class _About(NamedTuple):
+    """What gradients of weights depend on of a recurrence."""
+
+    hidden: int
+    before: bool  # where the reset stands
+    reverse: bool
+    dense: bool
+    product: str  # the chain of a gate's recurrent matrix alone
+
+
+_known: dict[str, tuple[Any, ...]] = {}
+
+
+def _about(text: str) -> tuple[Any, ...]:
+    if text not in _known:
+        recurrence = Recurrence.parse(text)
+        chain = replace(recurrence.chain, bias=False, activation="identity")
+        _known[text] = _About(
+            chain.out_features, recurrence.reset == "before", recurrence.reverse, chain.is_dense, chain.text
+        )
+    return tuple(_known[text])
+
+
+_about._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+Parts = list[tuple[slice, Tensor]]  # rows, and what has gone into their products
+
+
+def _weight_gradients(
+    text: str,
+    of_gates: Sequence[Tensor],
+    beside: Tensor,
+    states: Parts,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    about = _About(*_about(text))
+    hidden, count = about.hidden, len(weights) // GATES
+
+    def of_gate(first: int, last: int) -> Tensor:
+        return of_gates[first] if len(of_gates) > 1 else of_gates[0][:, first * hidden : last * hidden]
+
+    if about.dense and len(of_gates) == 1 and all(wanted[:2]):
+        found: list[Tensor | None] = list(_dense_gradient(of_gate(0, 2), states).split(hidden))
+        gates = [2]
+    else:
+        found, gates = [], list(range(GATES))
+    for g in gates:
+        if g < 2:
+            grad, parts = of_gate(g, g + 1), states
+        elif about.before:
+            grad, parts = of_gate(2, 3), [(slice(None), beside)]
+        else:
+            grad, parts = beside, states
+        wants = wanted[g * count : (g + 1) * count]
+        if not any(wants):
+            found += [None] * count
+        elif about.dense:
+            found.append(_dense_gradient(grad, parts))
+        else:
+            found += _structured_gradients(about.product, grad, parts, weights[g * count : (g + 1) * count], wants)
+    return found
+
+
+def _dense_gradient(grad: Tensor, parts: Parts) -> Tensor:
+    (rows, x), *rest = parts
+    made = grad[rows].t() @ x
+    for rows, x in rest:
+        made = torch.addmm(made, grad[rows].t(), x)
+    return made
+
+
+def _structured_gradients(
+    product: str, grad: Tensor, parts: Parts, weights: Sequence[Tensor], wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    places = [i for i, want in enumerate(wanted) if want]
+    sums: list[Tensor] = []
+    for rows, x in parts:
+        if len(weights) > layer_ops.MOST_WANTED:
+            made = torch.ops.factorlayer.stack_backward(grad[rows], x, weights, product, [i + 1 for i in places])
+        else:
+            bits = sum([4 << i for i in places])
+            made = torch.ops.factorlayer.backward(grad[rows], x, weights, None, product, bits)
+        sums = [a + b for a, b in zip(sums, made, strict=True)] if sums else list(made)
+    by_place = dict(zip(places, sums, strict=True))
+    return [by_place.get(i) for i in range(len(weights))]
+
+
+def _states_before(
+    reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | None, walk: Walk
+) -> Iterator[tuple[slice, Tensor]]:
+    """The state before each row's step. Where all sequences have all steps and lie side by side, they are in the output
+    one step before; else they are brought together."""
+    rows, sequences = output.shape[0], walk.sequences
+    irregular = any(each is not None for each in (starts, walk.first, walk.lengths, walk.offsets))
+    if not (rows and walk.steps):
+        yield slice(None), output
+    elif irregular or (walk.of_sequence, walk.of_step) != (1, sequences) or rows != sequences * walk.steps:
+        yield slice(None), _gathered(reverse, output, initial, starts, walk)
+    elif reverse:
+        yield slice(rows - sequences, rows), initial
+        if rows > sequences:
+            yield slice(0, rows - sequences), output[sequences:]
+    else:
+        yield slice(0, sequences), initial
+        if rows > sequences:
+            yield slice(sequences, rows), output[: rows - sequences]
+
+
+def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | None, walk: Walk) -> Tensor:
+    """Rows that no sequence has keep their own, which is zero."""
+    rows, there = walk.rows(initial)
+    total = output.shape[0]
+    toward = 1 if reverse else -1
+    step = torch.arange(walk.steps, device=output.device)[:, None] + toward
+    follows = (step >= 0) & (step < walk.steps)
+    step = step.clamp(0, max(0, walk.steps - 1)).expand(rows.shape)
+    follows = follows & there.gather(0, step)
+    if starts is not None:
+        follows = follows & ~starts[rows]
+    own = total + torch.arange(walk.sequences, device=output.device)
+    source = torch.arange(total + 1, device=output.device)  # the last one is of steps that are not there
+    before = torch.where(follows, rows.gather(0, step), own)
+    source = source.scatter(0, torch.where(there, rows, total).flatten(), before.flatten())
+    return torch.cat([output, initial]).index_select(0, source[:total])
+
+
+# What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.
+
+
+def _recurrence_fake(gates: Sequence[Tensor], initial: Tensor, *_: Any) -> Tensor:
+    return initial.new_empty(gates[0].shape[0], initial.shape[1])
+
+
+def _backward_fake(
+    grad_output: Tensor, output: Tensor, gates: Sequence[Tensor], initial: Tensor, *_: Any
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (*gates, output, initial)]
+
+
+def _recurrence_flops(gate_shapes: Any, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    recurrence = Recurrence.parse(shapes[-1])
+    return GATES * recurrence.chain.forward_flops(gate_shapes[0][0])
+
+
+def _backward_flops(grad_shape: Any, output_shape: Any, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
+    """Gates that are computed again are not counted."""
+    return GATES * Recurrence.parse(shapes[-1]).chain.forward_flops(output_shape[0])
+
+
+def _mapped(op: Any, info: Any, in_dims: Any, arguments: Any) -> list[Any]:
+    """One call for each index."""
+
+    def pick(argument: Any, dims: Any, index: int) -> Any:
+        if isinstance(argument, (list, tuple)) and isinstance(dims, (list, tuple)):
+            return [pick(each, dim, index) for each, dim in zip(argument, dims, strict=True)]
+        return argument.select(dims, index) if isinstance(argument, Tensor) and dims is not None else argument
+
+    return [
+        op(*(pick(argument, dims, i) for argument, dims in zip(arguments, in_dims, strict=True)))
+        for i in range(info.batch_size)
+    ]
+
+
+def _recurrence_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    return torch.stack(_mapped(torch.ops.factorlayer.recurrence, info, in_dims, arguments)), 0
+
+
+def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    made = _mapped(torch.ops.factorlayer.recurrence_backward, info, in_dims, arguments)
+    gradients = [torch.stack(of_one) for of_one in zip(*made, strict=True)]
+    return gradients, [0] * len(gradients)
+
+
+if missing_extension is None:
+    torch.library.register_fake("factorlayer::recurrence")(_recurrence_fake)
+    torch.library.register_fake("factorlayer::recurrence_backward")(_backward_fake)
+    torch.library.register_vmap("factorlayer::recurrence")(_recurrence_vmap)
+    torch.library.register_vmap("factorlayer::recurrence_backward")(_backward_vmap)
+    register_flop_formula(torch.ops.factorlayer.recurrence)(_recurrence_flops)
+    register_flop_formula(torch.ops.factorlayer.recurrence_backward)(_backward_flops)
