@@ -118,6 +118,10 @@ static void check_stage(const std::string& stage) {
 }
 
 void check_words(const std::string& text) {
+  if (is_of_recurrence(text)) {
+    find_asked(text);
+    return;
+  }
   try {
     check_letters(text);
     const std::vector<std::string> layers = split(text, " | ");
@@ -356,6 +360,19 @@ const Recurrence& find_recurrence(const std::string& text) {
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument("factorlayer: recurrence \"" + shown(text) + "\": " + error.what());
   }
+}
+
+bool is_of_recurrence(const std::string& text) { return text.rfind("gru ", 0) == 0; }
+
+const Recurrence* const& find_asked(const std::string& text) {
+  static Table<std::string, const Recurrence*> asked;
+  return asked.find_or_add(text, [&] {
+    const size_t end = text.find(" | ");
+    const std::string word = end == std::string::npos ? "" : text.substr(end + 3);
+    if (word != "" && word != "slopes" && word != "backward")
+      throw std::invalid_argument("factorlayer: recurrence \"" + shown(text) + "\": slopes or backward can stand behind it");
+    return &find_recurrence(text.substr(0, end));
+  });
 }
 
 }  // namespace factorlayer

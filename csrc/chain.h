@@ -94,4 +94,9 @@ const Chain& find_chain(const std::string& text);
 const Stack& find_stack(const std::string& text);
 const Recurrence& find_recurrence(const std::string& text);
 
+// What a GPU is asked of a recurrence: all steps by its text alone; " | slopes" or " | backward" stands behind it for what goes
+// back. Plans are kept by what this gives.
+bool is_of_recurrence(const std::string& text);
+const Recurrence* const& find_asked(const std::string& text);
+
 }  // namespace factorlayer

@@ -7,6 +7,7 @@ before their steps. Double backward goes through the definition, whose every ope
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
 from factorlayer.autograd.vectors import are_vectors, one_by_one
+from factorlayer.kernels.recurrent.recurrent import why_not as why_no_kernel
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
 
@@ -39,9 +41,20 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
         return reason
     if recurrence.chain.parameters:
         return "its kernels have no gradient of what the candidate's activation learns"
-    if initial.is_cuda:
-        return "it has kernels of a recurrence for CPU tensors only"
+    if initial.is_cuda and not is_compiling():
+        texts = _text_for(recurrence, initial), f"{_through_text(_text_for(recurrence, initial))} | backward"
+        if not all(layer_ops.has_kernel(text, initial.dtype, initial.get_device(), True) for text in texts):
+            return why_no_kernel(recurrence) or "its recurrent weights do not fit in a multiprocessor's shared memory"
     return None
+
+
+@functools.cache
+def _in_tf32(recurrence: Recurrence) -> str:
+    return replace(recurrence, chain=replace(recurrence.chain, tf32=True)).text
+
+
+def _text_for(recurrence: Recurrence, x: Tensor) -> str:
+    return _in_tf32(recurrence) if layer_ops.runs_in_tf32(x) else recurrence.text
 
 
 def fused(
@@ -55,18 +68,19 @@ def fused(
 ) -> Tensor:
     """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them."""
     places = starts, walk.first, walk.lengths, walk.offsets
+    text = _text_for(recurrence, initial)
     output: Tensor
     if transforms_active():
         given = *places, bias, initial, *gates, *weights
-        output = _TransformableRecurrence.apply(recurrence.text, tuple(walk.numbers), len(gates), *given)
+        output = _TransformableRecurrence.apply(text, tuple(walk.numbers), len(gates), *given)
     elif torch.is_grad_enabled() and _any_requires_grad(gates, initial, weights, bias):
         if not is_compiling():
             refuse_traced_gradients()
         given = *places, bias, initial, *gates, *weights
-        output = _Recurrence.apply(recurrence.text, tuple(walk.numbers), len(gates), *given)
+        output = _Recurrence.apply(text, tuple(walk.numbers), len(gates), *given)
     else:
         op = _recurrence if is_compiling() else _recurrence_now
-        output = op(gates, initial, weights, bias, *places, walk.numbers, recurrence.text)
+        output = op(gates, initial, weights, bias, *places, walk.numbers, text)
     return output
 
 
@@ -351,6 +365,53 @@ def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | N
     return torch.cat([output, initial]).index_select(0, source[:total])
 
 
+# On a GPU the products of all steps come first, then slopes of all steps, and then what goes back step by step.
+
+
+@functools.cache
+def _through_text(text: str) -> str:
+    """What goes back step by step depends on neither bias nor activation."""
+    recurrence = Recurrence.parse(text)
+    return replace(recurrence, chain=replace(recurrence.chain, bias=False, activation="identity")).text
+
+
+def _backward_on_cuda(
+    grad_output: Tensor,
+    output: Tensor,
+    gates: Sequence[Tensor],
+    initial: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    starts: Tensor | None,
+    first: Tensor | None,
+    lengths: Tensor | None,
+    offsets: Tensor | None,
+    numbers: Sequence[int],
+    text: str,
+) -> list[Tensor]:
+    about, count = _About(*_about(text)), len(weights) // GATES
+    walk = _walk(numbers, initial, (first, lengths, offsets))
+    parts = sorted(_states_before(about.reverse, output, initial, starts, walk), key=lambda part: part[0].start or 0)
+    before = parts[0][1] if len(parts) == 1 else torch.cat([states for _, states in parts])
+
+    def product(gate: int, x: Tensor) -> Tensor:
+        mine = weights[gate * count : (gate + 1) * count]
+        made: Tensor = x @ mine[0].t() if about.dense else torch.ops.factorlayer.forward(x, mine, None, about.product)
+        return made
+
+    products = [product(0, before), product(1, before)]
+    beside = before
+    if about.before:
+        beside = torch.sigmoid(gates[0][:, : about.hidden] + products[0]) * before
+    products.append(product(2, beside))
+    slopes = torch.ops.factorlayer.recurrence_slopes(gates, before, products, bias, text)
+    places = starts, first, lengths, offsets
+    made = torch.ops.factorlayer.recurrence_through(
+        grad_output, slopes, initial, weights, *places, numbers, len(gates) == 1, _through_text(text)
+    )
+    return [*made[:-1], *([beside] if about.before else []), made[-1]]
+
+
 # What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.
 
 
@@ -399,6 +460,7 @@ def _backward_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
 
 
 if missing_extension is None:
+    torch.library.impl("factorlayer::recurrence_backward", "cuda")(_backward_on_cuda)
     torch.library.register_fake("factorlayer::recurrence")(_recurrence_fake)
     torch.library.register_fake("factorlayer::recurrence_backward")(_backward_fake)
     torch.library.register_vmap("factorlayer::recurrence")(_recurrence_vmap)

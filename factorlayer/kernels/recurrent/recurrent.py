@@ -13,7 +13,7 @@ from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.resident import stage_type
-from factorlayer.kernels.stages import INSTRUCTIONS, SUM_REGISTERS, Stage, together
+from factorlayer.kernels.stages import INSTRUCTIONS, SUM_REGISTERS, Stage
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.recurrence import GATES, Recurrence
 
@@ -27,12 +27,12 @@ REGISTERS = 65536  # of a multiprocessor
 OF_SUM = {"float32": 2, "float64": 2}  # registers of a number that is kept, where that is not one
 BESIDE = 72  # registers of a thread beside its numbers
 NUMBER_BYTES = 8  # of what says where a sequence's row lies
-# Special functions of a feature: two sigmoids of two each, and a tanh; instructions beside them for two features
-FUNCTIONS, OF_TWO = 5, 60
-WAIT_CYCLES, OF_STEP_OF_K = (
-    120,
-    36,
-)  # of a contraction: until the first operands are there, and for each product behind another
+FUNCTIONS = 5  # special ones of a feature: two sigmoids of two each, and a tanh
+# Instructions for two features of a lane, and for two sums that go to the next contraction, and beside these
+OF_TWO, OF_TWO_BACK, OF_TWO_SUMS, OF_TILE = 32, 43, 4, 30
+# Cycles of a warp that others do not fill, fitted to 180 tilings of 14 units on an H100: from one of its instructions
+# to the next, for a product behind another, and of a step besides
+OF_INSTRUCTION, OF_PRODUCT, OF_STEP = 3.7, 52, 290
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Recurrent(Pass):
 
     @property
     def is_even(self) -> bool:
-        """Whether a lane's features lie in the first contraction's state at constants behind the first of a warp tile."""
+        """Whether a lane's features lie in the first contraction's state at constants behind its first one."""
         last, layout = self.last, self.stages[0].layout
         rows = np.arange(0, last.m, 16 * last.mt)[:, None] + np.arange(8)
         halves = 8 * np.arange(2 * last.mt)
@@ -181,19 +181,15 @@ class Recurrent(Pass):
     @property
     def step_us(self) -> float:
         """Microseconds of a step."""
-        passes = [(stage, GATES) for stage in self.stages]
-        if self.before:
-            passes = [(stage, gates) for gates in (2, 1) for stage in self.stages]
-        barriers = self.gpu.rates.sync_us * self.barriers
-        return (
-            sum(stage_us(stage, gates, self.warps, self.gpu) for stage, gates in passes) + barriers + self._gates_us()
+        gates = (2, 1) if self.before else (GATES,)
+        products = sum(
+            stage_us(stage, count, self.warps, self.gpu, stage is self.last) for count in gates for stage in self.stages
         )
+        return products + self._gates_us() + len(gates) * OF_STEP / self.gpu.rates.cycles
 
     def _gates_us(self) -> float:
-        features = self.units * self.hidden
-        special = features * FUNCTIONS / self.gpu.rates.special_functions
-        rounds = self.pairs * self.warps
-        return together(special, rounds * OF_TWO / self.gpu.instructions) + WAIT_CYCLES / self.gpu.rates.cycles
+        special = self.units * self.hidden * FUNCTIONS / self.gpu.rates.special_functions
+        return max(special, issued_us(self.pairs * OF_TWO, self.warps, self.gpu))
 
     # What its kernel is told
 
@@ -289,20 +285,25 @@ def why_not(recurrence: Recurrence) -> str:
     return ""
 
 
-def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu) -> float:
-    """Microseconds of a contraction for all gates of a block that has a multiprocessor to itself."""
-    k, size = round_up(stage.p, 8), ELEMENT_BYTES[stage.dtype]
-    rounds = -(-stage.tiles * gates // warps)
-    steps = -(-k // (16 if size == 2 else 8))
+def issued_us(instructions: float, warps: int, gpu: Gpu) -> float:
+    """Microseconds for so many of each warp."""
+    return max(instructions * OF_INSTRUCTION / gpu.rates.cycles, instructions * warps / gpu.instructions)
+
+
+def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu, last: bool = False) -> float:
+    """Microseconds of a contraction for some gates, of a block that has a multiprocessor to itself. Of the last one, a
+    warp has all gates of its tiles."""
+    wide = 16 if ELEMENT_BYTES[stage.dtype] == 2 else 8
+    steps = -(-stage.p // wide)
+    rounds = -(-stage.tiles // warps) * gates if last else -(-stage.tiles * gates // warps)
     of_a, of_b, of_product = INSTRUCTIONS[stage.dtype]
-    inner = steps * (stage.mt * of_a + stage.nt * of_b + stage.mt * stage.nt * of_product)
-    multiply = 2 * rounds * warps * 16 * stage.mt * 8 * stage.nt * k / gpu.flops[stage.dtype]
-    moved = (
-        stage.tiles * gates * (16 * stage.mt + 8 * stage.nt) * k + gates * stage.rows * stage.q * stage.inner
-    ) * size
-    issue = rounds * warps * (inner + 8 * stage.mt * stage.nt + 40) / gpu.instructions
-    waits = rounds * (WAIT_CYCLES + OF_STEP_OF_K * steps) / gpu.rates.cycles
-    return max(together(multiply, moved / gpu.shared_bytes, issue), waits)
+    sums = stage.mt * stage.nt
+    each = steps * (stage.mt * of_a + stage.nt * of_b + sums * of_product)
+    each += 0 if last else 2 * sums * OF_TWO_SUMS + OF_TILE
+    rate = gpu.flops[stage.dtype] / (2 if wide == 16 else 1)  # a table has those of warpgroups
+    multiply = 2 * rounds * warps * sums * 128 * steps * wide / rate
+    waits = rounds * (steps * OF_PRODUCT + each * OF_INSTRUCTION) / gpu.rates.cycles
+    return max(multiply, waits, issued_us(rounds * each, warps, gpu))
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
@@ -329,7 +330,7 @@ def _registers(plan: Recurrent) -> int:
     """Of a thread, about: sums of all gates, and the numbers that it keeps."""
     each = OF_SUM.get(plan.dtype, 1)
     sums = GATES * 4 * plan.last.mt * plan.last.nt * each
-    kept = 2 * plan.pairs * each * (2 if plan.before or plan.turned else 1)
+    kept = 2 * plan.pairs * each * (2 if plan.before or plan.turned or plan.recurrence.chain.bias else 1)
     return sums + kept + BESIDE
 
 

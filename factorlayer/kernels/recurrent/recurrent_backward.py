@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.recurrent.recurrent import OF_TWO, WAIT_CYCLES, Recurrent, tilings
+from factorlayer.kernels.recurrent.recurrent import OF_TWO_BACK, Recurrent, issued_us, tilings
 from factorlayer.maths.recurrence import GATES, Recurrence
 
 STREAMS = 6  # of a step: the gradient of its output, slopes of three gates, reset, and what update leaves
@@ -30,7 +30,7 @@ class RecurrentBackward(Recurrent):
     streams = STREAMS
 
     def _gates_us(self) -> float:
-        return 2 * self.pairs * self.warps * OF_TWO / self.gpu.instructions + WAIT_CYCLES / self.gpu.rates.cycles
+        return issued_us(self.pairs * OF_TWO_BACK, self.warps, self.gpu)
 
     @property
     def first_tensor(self) -> int:

@@ -37,9 +37,12 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
         x[i] = begin + two.unit() < Base::units && (i == 0 || two.second) ? widen(from[i]) : Real(0);
     };
 
-    State h, update;
+    State h, update, own_bias;
     const auto ready = [&] {
       Base::each(corners, [&](int round, int k, int n, const Two& two) {
+        if constexpr (Pass::HAS_BIAS)
+          UNROLL for (int i = 0; i < 2; ++i)
+            own_bias[round][k][n][i] = i == 0 || two.second ? widen(bias[two.feature() + i]) : Real(0);
         Real(&mine)[2] = h[round][k][n];
         first_state(two, mine);
         Base::give_state(state_of(0), two, mine[0], mine[1]);
@@ -98,7 +101,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
                 Base::take(step, 2, two, made);
                 UNROLL for (int i = 0; i < 2; ++i) {
                   Real product = y[2][k / 2][n][k % 2 * 2 + i];
-                  if (Pass::HAS_BIAS && (i == 0 || two.second)) product += widen(bias[two.feature() + i]);
+                  if constexpr (Pass::HAS_BIAS) product += own_bias[round][k][n][i];
                   made[i] = candidate.of(made[i] + gate.of(r[i]) * product), z[i] = gate.of(z[i]);
                 }
                 end(step, row, next, two, h[round][k][n], z, made);
