@@ -16,6 +16,8 @@ __all__ = [
     "ACTIVATIONS",
     "CompileError",
     "Expression",
+    "FactorGRU",
+    "FactorGRUCell",
     "FactorLinear",
     "FactorMLP",
     "Implementation",
@@ -30,16 +32,22 @@ __all__ = [
 if TYPE_CHECKING:
     from factorlayer.fusion import fuse
     from factorlayer.mlp import FactorMLP
+    from factorlayer.recurrent import FactorGRU, FactorGRUCell
     from factorlayer.stacks.tuning import tune
     from factorlayer.tuning.kept import export_choices, import_choices
 
 
 def __getattr__(name: str) -> Any:
-    """Blocks and tuning, whose modules are imported when they are needed: it takes as long as all the rest."""
+    """Blocks, recurrent layers and tuning, whose modules are imported when they are needed: it takes as long as all the
+    rest."""
     if name == "FactorMLP":
         from factorlayer.mlp import FactorMLP
 
         return FactorMLP
+    if name in ("FactorGRU", "FactorGRUCell"):
+        from factorlayer import recurrent
+
+        return getattr(recurrent, name)
     if name == "fuse":
         from factorlayer.fusion import fuse
 

@@ -48,6 +48,34 @@ def flat(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return state.t()
 
 
+def together(chain: Chain, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Several chains of the same sizes at once, one for each place of the weights' first axis: x [N, in] for all of
+    them -> [chains, N, out], without bias and activation. With the samples last, as `flat` has them."""
+    count, batch = weights[0].shape[0], x.shape[0]
+    if chain.is_dense:
+        return (
+            torch.nn.functional.linear(x, weights[0].flatten(0, 1))
+            .view(batch, count, chain.out_features)
+            .transpose(0, 1)
+        )
+    groups = count * chain.rank  # the terms of a sum are chains of their own
+    state, features = x.t().expand(groups, *x.t().shape), chain.in_features
+    if all(c.tied for c in chain.contractions):
+        for weight in weights:  # modes in their order, each of which goes behind the others
+            q, p = weight.shape[-2:]
+            rest = features // p
+            state = torch.bmm(weight.reshape(groups, q, p), state.reshape(groups, p, rest * batch))
+            state, features = state.view(groups, q, rest, batch).transpose(1, 2), rest * q
+    else:
+        for c in chain.contractions:
+            places = groups * c.outer * c.inner
+            state = state.reshape(groups, c.outer, c.p, c.inner, batch).transpose(2, 3)
+            state = torch.bmm(weights[c.weight].reshape(places, c.q, c.p), state.reshape(places, c.p, batch))
+            state = state.view(groups, c.outer, c.inner, c.q, batch).transpose(2, 3)
+    state = state.reshape(count, chain.rank, chain.out_features, batch)
+    return (state.sum(1) if chain.rank > 1 else state.squeeze(1)).transpose(1, 2)
+
+
 def _tied(c: Contraction, state: Tensor, weight: Tensor) -> Tensor:
     if c.inner == 1:
         return state.reshape(-1, c.p) @ weight.t()

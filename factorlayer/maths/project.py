@@ -5,7 +5,7 @@ is the best sum of r Kronecker products (Van Loan and Pitsianis). More factors: 
 rank 1 successive SVDs give a start that is exact on exact inputs, alternating least squares the rest. For rank >= 2 of
 more than two factors there is no closed form: the result is a local optimum, found term by term and then jointly.
 
-Monarch of two modes: every block (l, k) of W is approximated on its own, by its SVD.
+Monarch of two modes: every block (l, k) of W is approximated on its own, by its SVD. Block-diagonal: the blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from factorlayer.maths.naive import naive
-from factorlayer.maths.spec import LayerSpec
+from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 
 SWEEPS = 200  # of alternating least squares at most; it stops when a sweep changes nothing visible
 
@@ -95,6 +95,9 @@ def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:
 def _project_monarch(spec: LayerSpec, W: Tensor) -> list[Tensor]:
     if len(spec.in_factors) == 1:
         return [W]
+    if isinstance(spec, BlockDiagonal):
+        (count, p), (_, s) = spec.in_factors, spec.out_factors
+        return [W.reshape(count, s, count, p).diagonal(dim1=0, dim2=2).permute(2, 0, 1)]
     if spec.blocks is None:
         raise ValueError(
             f"there is no projection onto a Monarch chain of {len(spec.in_factors)} factors; use two factors, or blocks"

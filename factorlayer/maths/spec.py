@@ -149,6 +149,24 @@ class LayerSpec:
         return batch * (self.in_features + self.out_features) + self.parameter_count
 
 
+@dataclass(frozen=True)
+class BlockDiagonal(LayerSpec):
+    """As many blocks as heads, each from its own inputs to its own outputs: one untied contraction, whose weight_0 is
+    [blocks, s, p]; factors are (blocks, p) and (blocks, s)."""
+
+    def _contractions(self) -> list[Contraction]:
+        (count, p), (_, s) = self.in_factors, self.out_factors
+        return [Contraction(0, count, p, s, 1, tied=False)]
+
+    @property
+    def blocks(self) -> None:
+        return None
+
+    @property
+    def max_rank(self) -> int:
+        return 1
+
+
 def _check_structure(structure: str) -> None:
     if structure not in STRUCTURES:
         raise ValueError(f"structure should be one of {', '.join(map(repr, STRUCTURES))}, it is {structure!r}")

@@ -1,0 +1,1 @@
+"""What FactorGRU and FactorGRUCell are made of: cells, layouts of their inputs, and how they run."""

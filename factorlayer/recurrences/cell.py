@@ -1,0 +1,168 @@
+"""A cell: what a recurrent layer computes in one direction, its parameters by name, and what inputs bring to gates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
+from torch import Tensor, nn
+
+from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.functional import run
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.project import to_dense
+from factorlayer.maths.recurrence import GATE_NAMES, GATES, GateStructure, Recurrence, Reset, gate_specs, is_dense
+from factorlayer.maths.spec import Factors, LayerSpec
+from factorlayer.maths.steps import normed
+
+Norm = Literal["layer"] | None
+Kind = Literal["ih", "hh"]  # of a matrix: of inputs, or of states
+KINDS: tuple[Kind, Kind] = ("ih", "hh")
+Parameters = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a layer computes in one direction, and what its parameters are called."""
+
+    inputs: LayerSpec  # one gate's input matrix
+    recurrent: LayerSpec  # one gate's recurrent matrix
+    recurrence: Recurrence
+    bias: bool
+    norm: Norm
+    learned_initial: bool
+    suffix: str = ""  # _l0, _l0_reverse …; none of a FactorGRUCell
+    shapes: dict[str, tuple[int, ...]] = field(init=False, compare=False, repr=False)  # of the parameters, as nn.GRU's
+
+    def __post_init__(self) -> None:
+        gates, shapes = (GATES * self.hidden,), dict[str, tuple[int, ...]]()
+        for kind in KINDS:
+            spec = self.spec(kind)
+            of_all = (*gates, spec.in_features)
+            shapes |= {name: of_all if is_dense(spec) else shape for name, shape in self._weights(kind)}
+        for present, name in ((self.bias, "bias"), (self.norm, "norm")):
+            shapes |= {f"{name}_{kind}{self.suffix}": gates for kind in KINDS if present}
+        shapes |= {f"initial{self.suffix}": (self.hidden,)} if self.learned_initial else {}
+        object.__setattr__(self, "shapes", shapes)
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrent.out_features
+
+    def spec(self, kind: Kind) -> LayerSpec:
+        return self.inputs if kind == "ih" else self.recurrent
+
+    def _weights(self, kind: Kind) -> list[tuple[str, tuple[int, ...]]]:
+        """Names, with the shapes that they have in one gate. Dense gates lie in one tensor."""
+        spec = self.spec(kind)
+        if is_dense(spec):
+            return [(f"weight_{kind}{self.suffix}", spec.weight_shapes[0])]
+        each = list(enumerate(spec.weight_shapes))
+        return [(f"weight_{kind}_{gate}_{i}{self.suffix}", shape) for gate in GATE_NAMES for i, shape in each]
+
+    def weights(self, kind: Kind, parameters: Parameters) -> list[list[Tensor]]:
+        """The input or the recurrent matrices' weights, gate by gate."""
+        found = [parameters[name] for name, _ in self._weights(kind)]
+        each = list(found[0].chunk(GATES)) if is_dense(self.spec(kind)) else found
+        count = len(each) // GATES
+        return [each[g * count : (g + 1) * count] for g in range(GATES)]
+
+    def biases(self, parameters: Parameters) -> tuple[Tensor | None, Tensor | None]:
+        """What the inputs of all gates take, [3 · hidden], and what only the candidate's product does: a bias that is
+        reset with it."""
+        if not self.bias:
+            return None, None
+        of_inputs, of_states = parameters[f"bias_ih{self.suffix}"], parameters[f"bias_hh{self.suffix}"]
+        if self.recurrence.reset == "before":
+            return of_inputs + of_states, None
+        of_both, of_candidate = of_states.split([2 * self.hidden, self.hidden])
+        return of_inputs + F.pad(of_both, (0, self.hidden)), of_candidate
+
+    def gates(self, rows: Tensor, parameters: Parameters, implementation: str, who: str) -> list[Tensor]:
+        """What the inputs of all rows bring to the gates: [rows, hidden] of each, or [rows, 3 · hidden] of dense ones,
+        which are one product."""
+        bias, gains = self.biases(parameters)[0], parameters.get(f"norm_ih{self.suffix}")
+        added = None if gains is not None else bias
+        if is_dense(self.inputs):
+            made = [F.linear(rows, parameters[f"weight_ih{self.suffix}"], added)]
+        else:
+            chain = Chain.of(self.inputs, added is not None, "identity")
+            biases = [None] * GATES if added is None else added.chunk(GATES)
+            each = zip(self.weights("ih", parameters), biases, strict=True)
+            made = [run(self.inputs, chain, rows, weights, b, implementation, who) for weights, b in each]
+        if gains is None:
+            return made
+        both, candidate = torch.cat(made, dim=1).split(
+            [2 * self.recurrent.out_features, self.recurrent.out_features], 1
+        )
+        product = torch.cat([normed(both, gains), normed(candidate, gains)], dim=1)
+        return [product if bias is None else product + bias]
+
+    def matrix(self, kind: Kind, parameters: Parameters) -> Tensor:
+        """[3 · hidden, features], of all gates, as nn.GRU has it."""
+        return torch.cat([to_dense(self.spec(kind), weights) for weights in self.weights(kind, parameters)])
+
+    def reset(self, parameters: Parameters) -> None:
+        """What Gated.reset_parameters says, of a cell's parameters."""
+        bound = 1 / math.sqrt(self.hidden)
+        for kind in KINDS:
+            spec = self.spec(kind)
+            if is_dense(spec):
+                nn.init.uniform_(parameters[f"weight_{kind}{self.suffix}"], -bound, bound)
+                continue
+            variance = spec.in_features / (3 * self.hidden)  # of products with inputs of variance 1
+            share = (variance / spec.terms) ** (1 / len(spec.contractions))
+            for weights in self.weights(kind, parameters):
+                for c in spec.contractions:
+                    most = math.sqrt(3 * share / c.p)
+                    nn.init.uniform_(weights[c.weight], -most, most)
+        for name, parameter in parameters.items():
+            if name.startswith("bias"):
+                nn.init.uniform_(parameter, -bound, bound)
+            elif not name.startswith("weight"):
+                nn.init.constant_(parameter, float(name.startswith("norm")))
+
+
+def cells_of(
+    who: str,
+    input_size: int,
+    hidden_size: int,
+    bias: bool,
+    structure: GateStructure,
+    input_structure: GateStructure | None,
+    factors: Factors,
+    input_factors: Sequence[int] | None,
+    blocks: int | Sequence[int] | None,
+    rank: int,
+    reset: Reset,
+    activation: UserActivation,
+    norm: Norm,
+    learned_initial: bool,
+    layers: int | None = None,
+    directions: int = 1,
+) -> tuple[list[Cell], tuple[str, ...]]:
+    """The cells of a FactorGRU, or, without `layers`, that of a FactorGRUCell, and the parameters of the activation."""
+    try:
+        if reset not in ("after", "before"):
+            raise ValueError(f"reset should be 'after' or 'before', it is {reset!r}")
+        if norm not in (None, "layer"):
+            raise ValueError(f"norm should be None or 'layer', it is {norm!r}")
+        stage, names = activation_of(activation)
+        cells = []
+        for layer in range(1 if layers is None else layers):
+            size = input_size if layer == 0 else directions * hidden_size
+            own = input_factors if layer == 0 else None
+            sizes = size, hidden_size, structure, input_structure, factors, own, blocks, rank
+            inputs, recurrent = gate_specs(*sizes)
+            for reverse in range(directions):
+                chain = Chain.of(recurrent, bool(bias) and reset == "after", stage)
+                suffix = "" if layers is None else f"_l{layer}{'_reverse' * reverse}"
+                recurrence = Recurrence(chain, reset, bool(reverse))
+                cells.append(Cell(inputs, recurrent, recurrence, bool(bias), norm, bool(learned_initial), suffix))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{who}: {error}") from None
+    return cells, names

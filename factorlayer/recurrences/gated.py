@@ -1,0 +1,257 @@
+"""Gated: what FactorGRU and FactorGRUCell share, parameters by their cells' names, and how a cell's recurrence is run:
+naive or batched (maths/steps.py), or fused (autograd/recurrent_ops.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from factorlayer.activations.expression import Expression
+from factorlayer.activations.named import activate
+from factorlayer.activations.texts import UserActivation, scalars
+from factorlayer.autograd.layer_ops import transforms_active, why_not_fused
+from factorlayer.autograd.record import Record, Recorded, record_of
+from factorlayer.autograd.runtime import CompileError
+from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name
+from factorlayer.layers import refuse_script
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.project import ProjectionError
+from factorlayer.maths.recurrence import GATES, TAKEN, is_dense, structure_of
+from factorlayer.maths.steps import Walk, batched, naive
+from factorlayer.recurrences.cell import Cell, Parameters
+
+OPS = "factorlayer.autograd.recurrent_ops"
+ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else None  # of the fused implementation
+
+
+class Gated(Recorded):
+    """What FactorGRU and FactorGRUCell share: parameters by their cells' names, and how they run."""
+
+    projection_errors: dict[str, ProjectionError]  # by the gate's matrix, of what was made of a dense one
+
+    def _build(
+        self,
+        cells: Sequence[Cell],
+        activation: UserActivation,
+        scalar_names: tuple[str, ...],
+        implementation: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype}")
+        self._cells, self._scalar_names = tuple(cells), scalar_names
+        self.implementation = implementation  # type: ignore[assignment]
+        for cell in cells:
+            for name, shape in cell.shapes.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        stage = self._chain.activation
+        self.activation: str | Expression | nn.Module | None
+        if isinstance(activation, nn.Module):
+            self.activation = activation.to(device=device, dtype=dtype)
+        else:  # what a function computes, not the function: that can be pickled
+            self.activation = Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+        self.projection_errors = {}
+        self.reset_parameters()
+
+    @property
+    def _who(self) -> str:
+        return type(self).__name__
+
+    @property
+    def _chain(self) -> Chain:
+        """One gate's recurrent matrix, and the candidate's bias and activation."""
+        return self._cells[0].recurrence.chain
+
+    @property
+    def implementation(self) -> Implementation:
+        return self._implementation
+
+    @implementation.setter
+    def implementation(self, name: Implementation) -> None:
+        try:
+            self._implementation = implementation_name(name)
+        except ValueError as error:
+            raise ValueError(f"{self._who}: {error}") from None
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """What torch.jit.script asks every module for."""
+        refuse_script(self._who)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"projection_errors": {}}
+
+    def reset_parameters(self) -> None:
+        """Uniform, as nn.GRU's are; structured matrices so scaled that their products have the variance that nn.GRU's
+        have. Gains of layer norm are 1, learned initial states 0."""
+        for cell in self._cells:
+            cell.reset({name: getattr(self, name) for name in cell.shapes})
+
+    def what_it_is(self) -> Record:
+        first = self._cells[0]
+        kind = record_of(first.recurrent) | {"structure": structure_of(first.recurrent)}
+        inputs = record_of(first.inputs) | {"structure": structure_of(first.inputs)}
+        further = {"reset": first.recurrence.reset, "activation": self._chain.activation, "norm": first.norm}
+        return kind | {f"input_{name}": value for name, value in inputs.items()} | further
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters(recurse=False))
+
+    def flops(self, sequences: int = 1, steps: int = 1) -> int:
+        """FLOPs of a forward pass, products alone."""
+        each = sum(cell.inputs.flops(1) + cell.recurrent.flops(1) for cell in self._cells)
+        return GATES * sequences * steps * each
+
+    def _check_features(self, x: Tensor) -> None:
+        if x.shape[-1] != self.input_size:
+            raise ValueError(
+                f"{self._who}: the last dimension of input should be input_size={self.input_size}, input has the shape "
+                f"{tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{self._who}: input should be a floating-point tensor, it is {x.dtype}; convert it with input.float()"
+            )
+
+    def _given(self, x: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
+        """Input, state, parameters by their names and those of the activation, in autocast's dtype if there is one."""
+        names = [name for cell in self._cells for name in cell.shapes]
+        tensors = [getattr(self, name) for name in names]
+        further = scalars(self.activation, self._scalar_names) if self._scalar_names else []
+        if any_autocast():
+            x, tensors, hx = autocast(x, [*tensors, *further], hx)  # type: ignore[assignment]
+            tensors, further = tensors[: len(names)], tensors[len(names) :]
+        parameters = dict(zip(names, tensors, strict=True))
+        for name, tensor in [*parameters.items(), *([] if hx is None else [("hx", hx)])]:
+            if tensor.dtype != x.dtype:
+                raise TypeError(
+                    f"{self._who}: input and {name} should have one dtype, input is {x.dtype} and {name} is "
+                    f"{tensor.dtype}; convert one with .to(), or use torch.autocast"
+                )
+            if tensor.device != x.device:
+                raise TypeError(
+                    f"{self._who}: input and {name} should be on one device, input is on {x.device} and {name} on "
+                    f"{tensor.device}"
+                )
+        return x, hx, parameters, further
+
+    def _initial(self, cell: Cell, sequences: int, x: Tensor, parameters: Parameters) -> Tensor:
+        """Where a sequence begins of which no state is given."""
+        if not cell.learned_initial:
+            return x.new_zeros(sequences, cell.recurrent.out_features)
+        return parameters[f"initial{cell.suffix}"].expand(sequences, -1)
+
+    def _states(
+        self,
+        cell: Cell,
+        rows: Tensor,
+        initial: Tensor,
+        restart: Tensor | None,
+        starts: Tensor | None,
+        walk: Walk,
+        parameters: Parameters,
+        further: Sequence[Tensor],
+        chosen: str,
+    ) -> Tensor:
+        """The states behind all steps, [rows, hidden]."""
+        gates = cell.gates(rows, parameters, self.implementation, self._who)
+        weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
+        bias, gains = cell.biases(parameters)[1], parameters.get(f"norm_hh{cell.suffix}")
+        tensors = gates, initial, weights, bias, starts, walk
+        if chosen == "fused":
+            try:
+                return ops.fused(cell.recurrence, *tensors)  # type: ignore[no-any-return]
+            except CompileError as error:
+                if self.implementation == "fused":
+                    raise
+                warnings.warn(
+                    "factorlayer runs the batched implementation, not the fused one, of "
+                    f"{cell.recurrence.text}: {error}",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        activation = self._chain.activation
+        step_by_step = naive if chosen == "naive" else batched
+        return step_by_step(cell.recurrence, *tensors, lambda x: activate(activation, x, further), restart, gains)
+
+    @property
+    def _is_dense_gru(self) -> bool:
+        """Whether PyTorch has an op for what it computes."""
+        cell = self._cells[0]
+        dense = all(is_dense(cell.inputs) and is_dense(cell.recurrent) for cell in self._cells)
+        known = cell.recurrence.reset == "after" and self._chain.activation == "tanh" and cell.norm is None
+        return dense and known and not transforms_active() and forward_ad._current_level < 0
+
+    def _choose(self, x: Tensor, starts_apart: bool = False) -> str:
+        """naive, batched or fused."""
+        if self.implementation not in ("auto", "fused"):
+            return self.implementation
+        reason = self._why_not_fused(x, starts_apart)
+        if reason is None:
+            return "fused"
+        if self.implementation == "fused":
+            raise RuntimeError(
+                f"{self._who}: implementation='fused' cannot run: {reason}; or use implementation='auto'"
+            )
+        return "batched"
+
+    def _why_not_fused(self, x: Tensor, starts_apart: bool = False) -> str | None:
+        """Why the fused implementation cannot take a call, or None."""
+        reason = why_not_fused(x)
+        if reason is not None:
+            return reason
+        if self._cells[0].norm is not None:
+            return "its kernels have no layer norm"
+        if self._chain.parameters:
+            return "its kernels take no activation with parameters"
+        if starts_apart:
+            return "its kernels know one state that a sequence begins with and begins again from, and hx is another one"
+        if transforms_active() and self.implementation == "auto":
+            return "under torch.func it is called for each sample"
+        if ops is None:
+            return "the kernels of recurrences are not part of this build"
+        return ops.why_not_fused(self._cells[0].recurrence, x)  # type: ignore[no-any-return]
+
+    def _kind(self) -> list[str]:
+        """The further arguments that build this module again."""
+        cell, weight = self._cells[0], next(self.parameters())
+        inputs, recurrent = structure_of(cell.inputs), structure_of(cell.recurrent)
+        parts = [f"structure={recurrent!r}"] if recurrent != "dense" else []
+        parts += [f"input_structure={inputs!r}"] if inputs != recurrent else []
+        if "factors" in TAKEN[recurrent]:
+            parts.append(f"factors={(cell.recurrent.in_factors, cell.recurrent.out_factors)}")
+        elif "factors" in TAKEN[inputs]:
+            parts.append(f"factors={cell.inputs.out_factors}")
+        parts += [f"input_factors={cell.inputs.in_factors}"] if "factors" in TAKEN[inputs] else []
+        found = [s.in_factors[0] for s in (cell.inputs, cell.recurrent) if structure_of(s) == "blocks"]
+        parts += [f"blocks={found[0]}"] if found else []
+        rank = max(cell.inputs.rank, cell.recurrent.rank)
+        given = {
+            "rank": (rank, 1),
+            "reset": (cell.recurrence.reset, "after"),
+            "activation": (self.activation, "tanh"),
+            "norm": (cell.norm, None),
+            "learned_initial": (cell.learned_initial, False),
+            "implementation": (self.implementation, "auto"),
+            "device": (str(weight.device), "cpu"),
+        }
+        parts += [
+            f"{name}={value!r}"
+            for name, (value, default) in given.items()
+            if not isinstance(value, nn.Module) and value != default
+        ]
+        return parts + ([f"dtype={weight.dtype}"] if weight.dtype != torch.get_default_dtype() else [])
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """All tensors are in its dtype by now."""
+    return torch.autocast(x.device.type, enabled=False) if any_autocast() else contextlib.nullcontext()

@@ -1,0 +1,117 @@
+"""FactorGRU's inputs as they lie in memory: where each sequence has its steps, without a copy and without padding."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from factorlayer.maths.steps import Walk
+
+
+class Layout(NamedTuple):
+    """A row for each step of each sequence, and how the user sees them."""
+
+    rows: Tensor  # [rows, features]
+    walk: Walk
+    shape: tuple[int, ...]  # of the output, but for its features
+    packed: PackedSequence | None = None
+    alone: bool = False  # one sequence, without an axis of them
+
+
+def layout_of(
+    who: str, x: Tensor | PackedSequence, batch_first: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> Layout:
+    if isinstance(x, PackedSequence):
+        if cu_seqlens is not None:
+            raise ValueError(f"{who}: cu_seqlens was given beside a PackedSequence, which has its own lengths")
+        return _of_packed(x)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{who}: input should be a tensor or a PackedSequence, it is of the type {type(x).__name__}")
+    if cu_seqlens is not None:
+        if x.dim() != 2:
+            raise ValueError(
+                f"{who}: input should be [total, input_size] with cu_seqlens, it has the shape {tuple(x.shape)}"
+            )
+        return Layout(x, _walk_of(who, cu_seqlens, max_seqlen, x), (x.shape[0],))
+    if x.dim() == 2:
+        return Layout(x, Walk(1, x.shape[0], x.shape[0], 1), (x.shape[0],), alone=True)
+    if x.dim() != 3:
+        axes = "[batch, steps, input_size]" if batch_first else "[steps, batch, input_size]"
+        raise ValueError(
+            f"{who}: input should be {axes} or [steps, input_size], it has the shape {tuple(x.shape)}; give cu_seqlens "
+            "for sequences of different length"
+        )
+    first, second, features = x.shape
+    walk = Walk(first, second, second, 1) if batch_first else Walk(second, first, 1, second)
+    return Layout(x.reshape(first * second, features), walk, (first, second))
+
+
+def _of_packed(x: PackedSequence) -> Layout:
+    """Step by step, each as many rows as there are sequences so long."""
+    data, sizes = x.data, x.batch_sizes
+    sequences, steps, shape = int(sizes[0]), len(sizes), (data.shape[0],)
+    if int(sizes[-1]) == sequences:
+        return Layout(data, Walk(sequences, steps, 1, sequences), shape, x)
+    lengths = torch.searchsorted(-sizes, -torch.arange(1, sequences + 1), right=True)  # sizes descend
+    offsets = sizes.cumsum(0) - sizes
+    walk = Walk(sequences, steps, 1, 0, None, lengths.to(data.device), offsets.to(data.device))
+    return Layout(data, walk, shape, x)
+
+
+def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> Walk:
+    wanted = "cu_seqlens should be integers [sequences + 1] that ascend from 0 to the rows of input"
+    if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0] or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{who}: {wanted}; it is {cu_seqlens.dtype} and has the shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != x.device:
+        raise TypeError(
+            f"{who}: input and cu_seqlens should be on one device, input is on {x.device} and cu_seqlens on "
+            f"{cu_seqlens.device}"
+        )
+    bounds = cu_seqlens.long()
+    lengths = bounds.diff()
+    if max_seqlen is None:
+        given = bounds.tolist()
+        if given[0] != 0 or given[-1] != x.shape[0] or sorted(given) != given:
+            raise ValueError(f"{who}: {wanted}, of which there are {x.shape[0]}; it is {given}")
+        max_seqlen = max((behind - before for before, behind in itertools.pairwise(given)), default=0)
+    return Walk(lengths.shape[0], max_seqlen, 0, 1, bounds[:-1], lengths)
+
+
+def state_of(who: str, hx: Tensor | None, layout: Layout, cells: int, hidden: int) -> Tensor | None:
+    """[cells, sequences, hidden], in the order in which sequences lie in memory, of the state that a user gives."""
+    if hx is None:
+        return None
+    shape = (cells, hidden) if layout.alone else (cells, layout.walk.sequences, hidden)
+    if not isinstance(hx, Tensor) or tuple(hx.shape) != shape:
+        came = f"has the shape {tuple(hx.shape)}" if isinstance(hx, Tensor) else f"is of the type {type(hx).__name__}"
+        names = "(layers · directions, hidden)" if layout.alone else "(layers · directions, batch, hidden)"
+        raise ValueError(f"{who}: hx should have the shape {names} = {shape}, it {came}")
+    if layout.alone:
+        return hx.unsqueeze(1)
+    order = None if layout.packed is None else layout.packed.sorted_indices
+    return hx if order is None else hx.index_select(1, order)
+
+
+def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) -> Tensor | None:
+    """[rows]"""
+    if starts is None:
+        return None
+    mask = starts.data if isinstance(starts, PackedSequence) else starts
+    if mask.dtype != torch.bool or tuple(mask.shape) != layout.shape:
+        raise ValueError(
+            f"{who}: starts should be a mask (torch.bool) of the shape {layout.shape}, that of input without its "
+            f"features; it is {mask.dtype} and has the shape {tuple(mask.shape)}"
+        )
+    return mask.reshape(-1)
+
+
+def ends(starts: Tensor, walk: Walk) -> Tensor:
+    """Where a walk from the last step to the first one begins again: at the steps before those that start."""
+    rows, there = walk.rows(starts)
+    nowhere = starts.shape[0]
+    at = torch.where(there[1:], rows[:-1], nowhere)
+    return starts.new_zeros(nowhere + 1).index_put((at,), starts[rows[1:]] & there[1:])[:nowhere]

@@ -1,0 +1,242 @@
+"""FactorGRU and FactorGRUCell: drop-ins for nn.GRU and nn.GRUCell whose matrices may be structured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from factorlayer.activations.texts import UserActivation
+from factorlayer.functional import Implementation
+from factorlayer.maths.recurrence import GateStructure, Reset
+from factorlayer.maths.spec import Factors
+from factorlayer.maths.steps import Walk
+from factorlayer.recurrences.cell import Norm, Parameters, cells_of
+from factorlayer.recurrences.gated import Gated, no_autocast
+from factorlayer.recurrences.layout import ends, layout_of, mask_of, state_of
+
+
+class FactorGRU(Gated):
+    """nn.GRU, whose matrices may be structured: every gate has its own, of its inputs and of its state.
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional: as nn.GRU has them.
+        structure: of the recurrent matrices: "dense", "kronecker", "monarch", or "blocks", which are block-diagonal.
+        input_structure: of the input matrices; the same if it is not given.
+        factors: sizes that multiply up to hidden_size; None: a balanced pair; 3: a balanced triple.
+        input_factors: as many that multiply up to input_size, of the first layer; None: balanced ones.
+        blocks: of Monarch matrices (K, L), or 4 for (4, 4); of block-diagonal ones their number.
+        rank: as FactorLinear has it.
+        reset: "after": n = act(x_n + r * (U_n h + b)), as PyTorch and cuDNN have it; "before": n = act(x_n +
+            U_n (r * h) + b), as first published.
+        activation: the candidate's, as FactorLinear has it.
+        norm: "layer": layer norm of all products with inputs and states, before the biases.
+        learned_initial: whether the state that a sequence begins with is a parameter; zero if not.
+        implementation: "auto", "naive" (v1), "batched" (v2) or "fused" (v3).
+
+    Parameters have nn.GRU's names and shapes where matrices are dense, so that state_dicts go both ways. Of structured
+    ones, weight_hh_reset_0_l0 is the reset gate's first in layer 0; the gates are reset, update and candidate.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        structure: GateStructure = "dense",
+        input_structure: GateStructure | None = None,
+        factors: Factors = None,
+        input_factors: Sequence[int] | None = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        reset: Reset = "after",
+        activation: UserActivation = "tanh",
+        norm: Norm = None,
+        learned_initial: bool = False,
+        implementation: Implementation = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(num_layers, int) or isinstance(num_layers, bool) or num_layers < 1:
+            raise ValueError(f"FactorGRU: num_layers should be a positive integer, it is {num_layers!r}")
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+            raise ValueError(f"FactorGRU: dropout should be a probability from 0 to 1, it is {dropout!r}")
+        if dropout and num_layers == 1:
+            warnings.warn(
+                f"FactorGRU: dropout={dropout} is between layers, and there is num_layers=1", UserWarning, stacklevel=2
+            )
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
+        self.bidirectional, self.learned_initial = bidirectional, learned_initial
+        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        kind = reset, activation, norm, learned_initial
+        cells, names = cells_of("FactorGRU", *sizes, *kind, num_layers, 2 if bidirectional else 1)
+        self._build(cells, activation, names, implementation, device, dtype)
+
+    @property
+    def _directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    def flatten_parameters(self) -> None:
+        """nn.GRU's method, which there is nothing to do for."""
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        starts: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> tuple[Any, Tensor]:
+        """(output, h_n), as nn.GRU has them.
+
+        starts: a mask like input without its features: where it is true, a sequence begins again, in either direction
+            from where it would without hx.
+        cu_seqlens: of input [total, input_size], in which sequences of different length stand one behind another: where
+            each begins, and, at last, total. With max_seqlen, the length of the longest one (or more), nobody waits for
+            a GPU to look at it.
+        """
+        layout = layout_of("FactorGRU", input, self.batch_first, cu_seqlens, max_seqlen)
+        self._check_features(layout.rows if isinstance(input, PackedSequence) else input)
+        walk, packed = layout.walk, layout.packed
+        state = state_of("FactorGRU", hx, layout, len(self._cells), self.hidden_size)
+        mask = mask_of("FactorGRU", starts, layout)
+        rows, state, parameters, further = self._given(layout.rows, state)
+        chosen = self._choose(rows, mask is not None and state is not None)
+        with no_autocast(rows):
+            if chosen == "batched" and mask is None and walk.steps and walk.sequences and self._is_dense_gru:
+                output, states = self._by_pytorch(rows, walk, state, parameters)
+            else:
+                output, states = self._by_cells(rows, walk, state, mask, parameters, further, chosen)
+        if packed is None:
+            output = output.view(*layout.shape, output.shape[-1])
+            return output, states.squeeze(1) if layout.alone else states
+        order = packed.unsorted_indices
+        return PackedSequence(output, *packed[1:]), states if order is None else states.index_select(1, order)
+
+    def _by_cells(
+        self,
+        rows: Tensor,
+        walk: Walk,
+        hx: Tensor | None,
+        starts: Tensor | None,
+        parameters: Parameters,
+        further: Sequence[Tensor],
+        chosen: str,
+    ) -> tuple[Tensor, Tensor]:
+        states = []
+        begins = [starts, ends(starts, walk) if starts is not None and self.bidirectional else None]
+        for layer in range(self.num_layers):
+            outputs = []
+            for reverse in range(self._directions):
+                i = layer * self._directions + reverse
+                cell = self._cells[i]
+                restart = self._initial(cell, walk.sequences, rows, parameters)
+                initial = restart if hx is None else hx[i]
+                core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
+                outputs.append(self._states(cell, *core))
+                states.append(walk.last(outputs[-1], initial, bool(reverse)))
+            rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            if self.dropout and self.training and layer < self.num_layers - 1:
+                rows = F.dropout(rows, self.dropout)
+        return rows, torch.stack(states)
+
+    def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
+        if hx is None:
+            hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self._cells])
+        kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
+        flat = [parameters[kind + cell.suffix] for cell in self._cells for kind in kinds]
+        dropout = self.dropout if self.training else 0.0
+        how = flat, self.bias, self.num_layers, dropout, self.training, self.bidirectional
+        if walk.lengths is None:
+            output, states = torch.gru(walk.by_steps(rows), hx, *how, False)
+            back = output.transpose(0, 1) if walk.of_step == 1 and walk.steps > 1 else output
+            return back.flatten(0, 1), states
+        sizes, order, at = walk.packed(rows)
+        initial = hx if order is None else hx[:, order]
+        given = rows if at is None else rows[at]
+        data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
+        states = torch.cat([states, initial[:, sizes[0] :]], dim=1)  # of sequences without steps
+        if order is None or at is None:
+            return data, states
+        return torch.empty_like(data).index_copy(0, at, data), torch.empty_like(states).index_copy(1, order, states)
+
+    def extra_repr(self) -> str:
+        """The arguments that build this layer again."""
+        parts = [f"{self.input_size}, {self.hidden_size}"]
+        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
+        parts += [f"{name}={value}" for name, of in defaults.items() if (value := getattr(self, name)) != of]
+        return ", ".join(parts + self._kind())
+
+
+class FactorGRUCell(Gated):
+    """nn.GRUCell, whose matrices may be structured; arguments as FactorGRU has them. Parameters have nn.GRUCell's names
+    and shapes where matrices are dense."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        structure: GateStructure = "dense",
+        input_structure: GateStructure | None = None,
+        factors: Factors = None,
+        input_factors: Sequence[int] | None = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        reset: Reset = "after",
+        activation: UserActivation = "tanh",
+        norm: Norm = None,
+        learned_initial: bool = False,
+        implementation: Implementation = "auto",
+    ) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
+        self.learned_initial = learned_initial
+        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        cells, names = cells_of("FactorGRUCell", *sizes, reset, activation, norm, learned_initial)
+        self._build(cells, activation, names, implementation, device, dtype)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
+        """The state [batch, hidden], or [hidden], behind a step."""
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            came = (
+                f"has the shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"is a {type(input).__name__}"
+            )
+            raise ValueError(f"FactorGRUCell: input should be [batch, input_size] or [input_size], it {came}")
+        self._check_features(input)
+        shape = (*input.shape[:-1], self.hidden_size)
+        if hx is not None and tuple(hx.shape) != shape:
+            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
+        (cell,), rows = self._cells, input.reshape(-1, self.input_size)
+        batch = rows.shape[0]
+        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
+        initial = self._initial(cell, batch, rows, parameters) if hx is None else hx
+        with no_autocast(rows):
+            chosen = self._choose(rows)
+            if chosen == "batched" and self._is_dense_gru:
+                flat = [parameters.get(f"{kind}_{of}") for kind in ("weight", "bias") for of in ("ih", "hh")]
+                state = torch.gru_cell(rows, initial, *flat)  # type: ignore[arg-type]
+            else:
+                walk = Walk(batch, 1, 1, batch)
+                state = self._states(cell, rows, initial, None, None, walk, parameters, further, chosen)
+        return state.view(shape)
+
+    def extra_repr(self) -> str:
+        """The arguments that build this layer again."""
+        return ", ".join([f"{self.input_size}, {self.hidden_size}", *["bias=False"] * (not self.bias), *self._kind()])

@@ -1,0 +1,411 @@
+"""FactorGRU and FactorGRUCell: what they compute, against a loop over dense matrices and against nn.GRU."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from gru import unrolled
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
+
+from factorlayer import Expression, FactorGRU, FactorGRUCell
+
+KINDS = {
+    "dense": dict(),
+    "kronecker": dict(structure="kronecker", factors=(2, 3), input_factors=(5, 1)),
+    "rank": dict(structure="kronecker", factors=((2, 3), (3, 2)), rank=2, input_structure="dense"),
+    "three": dict(structure="kronecker", factors=(1, 2, 3), input_factors=(1, 5, 1), bias=False),
+    "monarch": dict(structure="monarch", blocks=2, rank=2, input_structure="dense"),
+    "blocks": dict(structure="blocks", blocks=3, input_structure="kronecker", input_factors=(1, 5)),
+    "inputs": dict(input_structure="kronecker", factors=(3, 2), input_factors=(5, 1)),
+    "before": dict(reset="before", activation="silu"),
+    "norm": dict(norm="layer", learned_initial=True),
+    "all": dict(
+        structure="kronecker", factors=(2, 3), input_factors=(5, 1), rank=2, reset="before", norm="layer",
+        activation=nn.PReLU(), learned_initial=True, num_layers=2, bidirectional=True,
+    ),
+    "deep": dict(structure="blocks", blocks=2, input_structure="dense", num_layers=3, learned_initial=True),
+    "both-ways": dict(structure="monarch", blocks=2, input_structure="dense", bidirectional=True, reset="before"),
+}  # fmt: skip
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_implementation = pytest.mark.parametrize("implementation", ["naive", "batched"])
+LENGTHS = (3, 0, 5, 1)
+
+
+def gru(kind: str, **more: object) -> FactorGRU:
+    """With parameters that are all of one size, so that none is lost in the others' sums."""
+    torch.manual_seed(0)
+    made = FactorGRU(5, 6, dtype=torch.float64, **copy.deepcopy({**KINDS[kind], **more}))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.6 * torch.randn_like(parameter))
+    return made
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def drawn_starts(shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(shape) < 0.4
+
+
+@each_kind
+@each_implementation
+@pytest.mark.parametrize("given", ["", "state", "starts"])
+def test_is_its_definition(kind: str, implementation: str, given: str) -> None:
+    """Output, state, and all gradients."""
+    module = gru(kind, implementation=implementation)
+    x = normal(3, 2, 5).requires_grad_()
+    hx = normal(len(module._cells), 2, 6).requires_grad_() if given == "state" else None
+    starts = torch.tensor([[True, False], [False, False], [False, True]]) if given == "starts" else None
+    leaves = [x, *module.parameters(), *([] if hx is None else [hx])]
+
+    found = module(x, hx, starts=starts)
+    outputs, states = unrolled(module, x.unbind(1), hx, None if starts is None else starts.unbind(1))
+    right = torch.stack(outputs, 1), states
+    torch.testing.assert_close(found, right)
+    grads = [torch.randn_like(each) for each in right]
+    # Of a learned initial state that no sequence begins with there is no gradient.
+    got, wanted = (torch.autograd.grad(y, leaves, grads, materialize_grads=True) for y in (found, right))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["dense", "kronecker", "all"])
+@each_implementation
+@pytest.mark.parametrize("layout", ["batch-first", "cu_seqlens", "packed", "packed-sorted", "unbatched"])
+def test_layouts(kind: str, implementation: str, layout: str) -> None:
+    """Sequences of different length, none of them padded, with states and starts, and their gradients."""
+    module = gru(kind, implementation=implementation, batch_first=layout == "batch-first")
+    lengths = {"batch-first": (3, 3), "unbatched": (4,), "cu_seqlens": LENGTHS}.get(layout, (2, 4, 1))
+    lengths = tuple(sorted(lengths, reverse=True)) if layout == "packed-sorted" else lengths
+    sequences = [normal(length, 5).requires_grad_() for length in lengths]
+    hx = normal(len(module._cells), len(lengths), 6).requires_grad_()
+    starts = [drawn_starts((length,)) for length in lengths]
+    leaves = [*sequences, hx, *module.parameters()]
+
+    if layout == "batch-first":
+        y, h = module(torch.stack(sequences), hx, starts=torch.stack(starts))
+        outputs = list(y)
+    elif layout == "unbatched":
+        y, h = module(sequences[0], hx[:, 0], starts=starts[0])
+        outputs, h = [y], h[:, None]
+    elif layout == "cu_seqlens":
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        y, h = module(torch.cat(sequences), hx, starts=torch.cat(starts), cu_seqlens=bounds)
+        outputs = list(y.split(lengths))
+    else:
+        packed, mask = (pack_sequence(s, enforce_sorted=layout == "packed-sorted") for s in (sequences, starts))
+        y, h = module(packed, hx, starts=mask)
+        assert isinstance(y, PackedSequence)
+        outputs = unpack_sequence(y)
+    right, states = unrolled(module, sequences, hx, starts)
+    torch.testing.assert_close((outputs, h), (right, states))
+    y, right = torch.cat(outputs), torch.cat(right)
+    grads = torch.randn_like(y), torch.randn_like(h)
+    got, wanted = (
+        torch.autograd.grad(made, leaves, grads, materialize_grads=True) for made in ((y, h), (right, states))
+    )
+    torch.testing.assert_close(got, wanted)
+
+
+PLAIN = [
+    dict(),
+    dict(num_layers=2, bidirectional=True),
+    dict(bias=False, num_layers=2),
+    dict(batch_first=True, bidirectional=True),
+]
+
+
+@pytest.mark.parametrize("implementation", ["naive", "batched", "auto"])
+@pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: "-".join(kind) or "plain")
+def test_takes_the_place_of_nn_gru(kind: dict, implementation: str) -> None:
+    """From the same seed, with the same state_dict, for every kind of input."""
+    torch.manual_seed(0)
+    theirs = nn.GRU(5, 6, dtype=torch.float64, **kind)
+    torch.manual_seed(0)
+    ours = FactorGRU(5, 6, dtype=torch.float64, implementation=implementation, **kind)
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=0, atol=0)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    sequences = [normal(length, 5) for length in (2, 4, 3)]
+    shape = (len(ours._cells), 3, 6)
+    full = normal(3, 4, 5) if ours.batch_first else normal(4, 3, 5)
+    padded = nn.utils.rnn.pad_sequence(sequences, batch_first=ours.batch_first)
+    for x, hx in (
+        (full, normal(*shape)),
+        (full, None),
+        (normal(4, 5), normal(shape[0], 6)),
+        (normal(1, 5), None),
+        (pack_sequence(sequences, enforce_sorted=False), normal(*shape)),
+        (pack_padded_sequence(padded, torch.tensor([2, 4, 3]), ours.batch_first, False), None),
+        (pack_sequence([normal(2, 5)] * 3), normal(*shape)),
+    ):
+        (y, h), (y2, h2) = ours(x, hx), theirs(x, hx)
+        if isinstance(x, PackedSequence):
+            for a, b in zip(y[1:], y2[1:], strict=True):
+                assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+            y, y2 = y.data, y2.data
+        torch.testing.assert_close((y, h), (y2, h2))
+
+
+@each_implementation
+def test_dropout_is_between_layers(implementation: str) -> None:
+    """Of all of a layer's outputs nothing is left for the next one; in eval mode, nothing is dropped."""
+    module = gru("deep", dropout=1.0, implementation=implementation)
+    x = normal(4, 3, 5)
+    y, _ = module(x)
+    again, _ = module(normal(4, 3, 5))
+    torch.testing.assert_close(y, again)
+    module.eval()
+    outputs, states = unrolled(module, x.unbind(1))
+    torch.testing.assert_close(module(x), (torch.stack(outputs, 1), states))
+
+
+@each_kind
+@each_implementation
+def test_nothing_to_do(kind: str, implementation: str) -> None:
+    """No steps: the state stays as it was. No sequences: none come back."""
+    module = gru(kind, implementation=implementation)
+    directions = 1 + module.bidirectional
+    hx = normal(len(module._cells), 3, 6)
+    y, h = module(normal(0, 3, 5), hx)
+    assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
+    y, h = module(normal(4, 0, 5))
+    assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module._cells), 0, 6)
+    y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64))
+    assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
+    y, h = module(normal(0, 5), cu_seqlens=torch.zeros(1, dtype=torch.int64))
+    assert y.shape == (0, 6 * directions) and h.shape == (len(module._cells), 0, 6)
+
+
+@each_kind
+@each_implementation
+def test_nan_stays_in_its_sequence(kind: str, implementation: str) -> None:
+    """In outputs, states and gradients."""
+    module = gru(kind, implementation=implementation)
+    bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    x, hx = normal(9, 5), normal(len(module._cells), 4, 6)
+    x[1] = torch.nan  # of the first sequence, which has three steps
+    x.requires_grad_()
+    hx.requires_grad_()
+    y, h = module(x, hx, cu_seqlens=bounds)
+    assert y[1:3].isnan().any() and not y[3:].isnan().any() and not h[:, 1:].isnan().any()
+    grad_x, grad_hx = torch.autograd.grad([y, h], [x, hx], [torch.ones_like(y), torch.ones_like(h)])
+    assert grad_x[0].isnan().any() and not grad_x[3:].isnan().any() and not grad_hx[:, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("kind", ["dense", "kronecker", "monarch", "before", "norm"])
+def test_gradcheck(kind: str) -> None:
+    """Also of second derivatives, by the way that every kind of module takes."""
+    module = gru(kind, implementation="auto")
+    x, hx = normal(2, 2, 5).requires_grad_(), normal(len(module._cells), 2, 6).requires_grad_()
+    names = [name for name, _ in module.named_parameters()]
+    starts = torch.tensor([[True, False], [False, True]])
+    function = lambda x, hx, *p: torch.func.functional_call(  # noqa: E731
+        module, dict(zip(names, p, strict=True)), (x, hx), {"starts": starts}
+    )
+    inputs = (x, hx, *module.parameters())
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+CELLS = {name: kind for name, kind in KINDS.items() if not {"num_layers", "bidirectional"} & set(kind)}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("implementation", ["naive", "batched", "auto"])
+def test_a_cell_is_one_step(kind: str, implementation: str) -> None:
+    module = gru(kind, implementation=implementation)
+    cell = FactorGRUCell(5, 6, dtype=torch.float64, implementation=implementation, **copy.deepcopy(KINDS[kind]))
+    cell.load_state_dict({name.removesuffix("_l0"): value for name, value in module.state_dict().items()})
+    x, hx = normal(3, 5), normal(3, 6)
+    for state in (hx, None):
+        made = cell(x, state)
+        torch.testing.assert_close(made, module(x[None], None if state is None else state[None])[0][0])
+    torch.testing.assert_close(cell(x[0], hx[0]), cell(x, hx)[0])
+    assert cell(x[:0]).shape == (0, 6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_cell_takes_the_place_of_nn_grucell(bias: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.GRUCell(5, 6, bias, dtype=torch.float64)
+    torch.manual_seed(0)
+    ours = FactorGRUCell(5, 6, bias, dtype=torch.float64)
+    torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=0, atol=0)
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for x, hx in ((normal(3, 5), normal(3, 6)), (normal(3, 5), None), (normal(5), normal(6)), (normal(5), None)):
+        torch.testing.assert_close(ours(x, hx), theirs(x, hx))
+
+
+@each_kind
+def test_copies(kind: str) -> None:
+    module = gru(kind)
+    x = normal(4, 3, 5)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(copied(x), module(x))
+    if not isinstance(module.activation, nn.Module):
+        again = eval(repr(module), {"FactorGRU": FactorGRU, "torch": torch, "Expression": Expression})
+        again.load_state_dict(module.state_dict())
+        assert repr(again) == repr(module)
+        torch.testing.assert_close(again(x), module(x))
+
+
+WRONG = {
+    "sizes": (lambda: FactorGRU(0, 6), ValueError, "FactorGRU: input_size should be a positive integer, it is 0"),
+    "layers": (lambda: FactorGRU(5, 6, 0), ValueError, "num_layers should be a positive integer, it is 0"),
+    "dropout": (lambda: FactorGRU(5, 6, 2, dropout=2), ValueError, "a probability from 0 to 1, it is 2"),
+    "structure": (lambda: FactorGRU(5, 6, structure="toeplitz"), ValueError, "structure should be one of 'dense', 'kr"),
+    "input structure": (lambda: FactorGRU(5, 6, input_structure=1), ValueError, "input_structure should be one of"),
+    "none of it": (lambda: FactorGRU(5, 6, factors=2), ValueError, "factors=2 was given, which structure='dense' has"),
+    "none of them": (lambda: FactorGRU(5, 6, input_factors=(5,)), ValueError, "input_factors=(5,) was given, which 'd"),
+    "rank": (lambda: FactorGRU(6, 6, structure="kronecker", rank=99), ValueError, "rank should be at most"),
+    "factors": (
+        lambda: FactorGRU(6, 6, structure="kronecker", factors=(2, 4)),
+        ValueError,
+        "factors should multiply up to in_features=6",
+    ),
+    "blocks": (
+        lambda: FactorGRU(5, 6, structure="blocks", blocks=3),
+        ValueError,
+        "blocks should be a number that divides the features of the inputs, 5, and of the outputs, 6; it is 3",
+    ),
+    "reset": (
+        lambda: FactorGRU(5, 6, reset="behind"),
+        ValueError,
+        "reset should be 'after' or 'before', it is 'behind'",
+    ),
+    "norm": (lambda: FactorGRU(5, 6, norm="batch"), ValueError, "norm should be None or 'layer', it is 'batch'"),
+    "activation": (
+        lambda: FactorGRU(5, 6, activation="tan"),
+        ValueError,
+        "FactorGRU: activation should be None or one",
+    ),
+    "dtype": (lambda: FactorGRU(5, 6, dtype=torch.int64), TypeError, "dtype should be a floating-point type, it is"),
+    "implementation": (lambda: FactorGRU(5, 6, implementation="v4"), ValueError, "FactorGRU: implementation should be"),
+    "features": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 4)),
+        ValueError,
+        "the last dimension of input should be input_size=5, input has the shape (3, 2, 4)",
+    ),
+    "axes": (lambda: FactorGRU(5, 6)(torch.zeros(5)), ValueError, "input should be [steps, batch, input_size] or [st"),
+    "kind": (
+        lambda: FactorGRU(5, 6)([1.0]),
+        TypeError,
+        "input should be a tensor or a PackedSequence, it is of the type",
+    ),
+    "integers": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5, dtype=torch.int64)),
+        TypeError,
+        "input should be a floating-point tensor, it is torch.int64; convert it with input.float()",
+    ),
+    "mixture": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5, dtype=torch.float64)),
+        TypeError,
+        "input and weight_ih_l0 should have one dtype, input is torch.float64 and weight_ih_l0 is torch.float32",
+    ),
+    "device": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5, device="meta")),
+        TypeError,
+        "input and weight_ih_l0 should be on one device, input is on meta and weight_ih_l0 on cpu",
+    ),
+    "state": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), torch.zeros(1, 3, 6)),
+        ValueError,
+        "hx should have the shape (layers · directions, batch, hidden) = (1, 2, 6), it has the shape (1, 3, 6)",
+    ),
+    "state of one": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), torch.zeros(1, 1, 6)),
+        ValueError,
+        "hx should have the shape (layers · directions, hidden) = (1, 6), it has the shape (1, 1, 6)",
+    ),
+    "state's kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), [0]),
+        ValueError,
+        "(1, 2, 6), it is of the type list",
+    ),
+    "state's dtype": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), torch.zeros(1, 2, 6, dtype=torch.float64)),
+        TypeError,
+        "input and hx should have one dtype, input is torch.float32 and hx is torch.float64",
+    ),
+    "starts": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=torch.zeros(2, 3, dtype=torch.bool)),
+        ValueError,
+        "starts should be a mask (torch.bool) of the shape (3, 2), that of input without its features; it is",
+    ),
+    "mask": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=torch.zeros(3, 2)),
+        ValueError,
+        "features; it is torch.float32 and has the shape (3, 2)",
+    ),
+    "cu_seqlens beside padding": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), cu_seqlens=torch.tensor([0, 3])),
+        ValueError,
+        "input should be [total, input_size] with cu_seqlens, it has the shape (3, 2, 5)",
+    ),
+    "cu_seqlens beside packed": (
+        lambda: FactorGRU(5, 6)(pack_sequence([torch.zeros(2, 5)]), cu_seqlens=torch.tensor([0, 2])),
+        ValueError,
+        "cu_seqlens was given beside a PackedSequence, which has its own lengths",
+    ),
+    "cu_seqlens' dtype": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0.0, 3.0])),
+        ValueError,
+        "integers [sequences + 1] that ascend from 0 to the rows of input; it is torch.float32 and has the shape (2,)",
+    ),
+    "cu_seqlens' end": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 4])),
+        ValueError,
+        "that ascend from 0 to the rows of input, of which there are 3; it is [0, 4]",
+    ),
+    "cu_seqlens' order": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 2, 1, 3])),
+        ValueError,
+        "it is [0, 2, 1, 3]",
+    ),
+    "cu_seqlens' device": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 3], device="meta")),
+        TypeError,
+        "input and cu_seqlens should be on one device, input is on cpu and cu_seqlens on meta",
+    ),
+    "cell's axes": (
+        lambda: FactorGRUCell(5, 6)(torch.zeros(3, 2, 5)),
+        ValueError,
+        "FactorGRUCell: input should be [batch, input_size] or [input_size], it has the shape (3, 2, 5)",
+    ),
+    "cell's state": (
+        lambda: FactorGRUCell(5, 6)(torch.zeros(3, 5), torch.zeros(2, 6)),
+        ValueError,
+        "FactorGRUCell: hx should have the shape (3, 6), it has (2, 6)",
+    ),
+    "script": (lambda: torch.jit.script(FactorGRU(5, 6)), RuntimeError, "FactorGRU: torch.jit.script cannot compile"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_wrong_input_is_refused(name: str) -> None:
+    call, kind, words = WRONG[name]
+    with pytest.raises(kind) as refused:
+        call()
+    assert words in str(refused.value)
+
+
+def test_dropout_of_one_layer_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"dropout=0.5 is between layers, and there is num_layers=1"):
+        FactorGRU(5, 6, dropout=0.5)
+
+
+def test_norm_is_no_case_for_the_kernels() -> None:
+    module = FactorGRU(5, 6, norm="layer", implementation="fused")
+    with pytest.raises(
+        RuntimeError, match=r"implementation='fused' cannot run: its kernels have no layer norm; or use"
+    ):
+        module(torch.zeros(3, 2, 5))
