@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.activations.texts import UserActivation
@@ -31,7 +31,7 @@ class FactorGRU(Gated):
         factors: sizes that multiply up to hidden_size; None: a balanced pair; 3: a balanced triple.
         input_factors: as many that multiply up to input_size, of the first layer; None: balanced ones.
         blocks: of Monarch matrices (K, L), or 4 for (4, 4); of block-diagonal ones their number.
-        rank: as FactorLinear has it.
+        rank: as FactorLinear has it; of input matrices that are too small for it, the largest that they can have.
         reset: "after": n = act(x_n + r * (U_n h + b)), as PyTorch and cuDNN have it; "before": n = act(x_n +
             U_n (r * h) + b), as first published.
         activation: the candidate's, as FactorLinear has it.
@@ -173,6 +173,62 @@ class FactorGRU(Gated):
             return data, states
         return torch.empty_like(data).index_copy(0, at, data), torch.empty_like(states).index_copy(1, order, states)
 
+    @classmethod
+    def from_gru(
+        cls,
+        gru: nn.GRU,
+        *,
+        structure: GateStructure = "dense",
+        input_structure: GateStructure | None = None,
+        factors: Factors = None,
+        input_factors: Sequence[int] | None = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        implementation: Implementation = "auto",
+    ) -> FactorGRU:
+        """The same if it is dense; if not, the nearest: every gate's matrix is a projection (maths/project.py), and
+        `projection_errors` says by their names what these leave."""
+        if not isinstance(gru, nn.GRU):
+            raise TypeError(f"FactorGRU.from_gru: gru should be an nn.GRU, it is {type(gru).__name__}")
+        weight: Tensor = gru.weight_ih_l0  # type: ignore[assignment]
+        made = cls(
+            gru.input_size,
+            gru.hidden_size,
+            gru.num_layers,
+            gru.bias,
+            gru.batch_first,
+            gru.dropout,
+            gru.bidirectional,
+            weight.device,
+            weight.dtype,
+            structure=structure,
+            input_structure=input_structure,
+            factors=factors,
+            input_factors=input_factors,
+            blocks=blocks,
+            rank=rank,
+            implementation=implementation,
+        )
+        made._take(gru)
+        return made.train(gru.training)
+
+    def to_gru(self) -> nn.GRU:
+        """The nn.GRU that computes the same."""
+        weight = next(self.parameters())
+        sizes = self.input_size, self.hidden_size, self.num_layers, self.bias, self.batch_first, self.dropout
+        gru = nn.GRU(*sizes, self.bidirectional, device=weight.device, dtype=weight.dtype)
+        self._give(gru)
+        return gru.train(self.training)
+
+    def explain(self, sequences: int = 1, steps: int = 1) -> str:
+        """What a call with so many sequences of so many steps computes and runs, in words."""
+        return self._explained(sequences, steps)
+
+    def warmup(self, sequences: int, steps: int) -> None:
+        """Runs a call with so many sequences of so many steps, and its backward pass unless under torch.no_grad(), so
+        that all it needs is compiled and loaded: before a CUDA graph captures one, or a first request."""
+        self._warm_up((sequences, steps) if self.batch_first else (steps, sequences))
+
     def extra_repr(self) -> str:
         """The arguments that build this layer again."""
         parts = [f"{self.input_size}, {self.hidden_size}"]
@@ -236,6 +292,54 @@ class FactorGRUCell(Gated):
                 walk = Walk(batch, 1, 1, batch)
                 state = self._states(cell, rows, initial, None, None, walk, parameters, further, chosen)
         return state.view(shape)
+
+    @classmethod
+    def from_gru(
+        cls,
+        cell: nn.GRUCell,
+        *,
+        structure: GateStructure = "dense",
+        input_structure: GateStructure | None = None,
+        factors: Factors = None,
+        input_factors: Sequence[int] | None = None,
+        blocks: int | Sequence[int] | None = None,
+        rank: int = 1,
+        implementation: Implementation = "auto",
+    ) -> FactorGRUCell:
+        """Of an nn.GRUCell, as FactorGRU.from_gru."""
+        if not isinstance(cell, nn.GRUCell):
+            raise TypeError(f"FactorGRUCell.from_gru: cell should be an nn.GRUCell, it is {type(cell).__name__}")
+        made = cls(
+            cell.input_size,
+            cell.hidden_size,
+            cell.bias,
+            cell.weight_ih.device,
+            cell.weight_ih.dtype,
+            structure=structure,
+            input_structure=input_structure,
+            factors=factors,
+            input_factors=input_factors,
+            blocks=blocks,
+            rank=rank,
+            implementation=implementation,
+        )
+        made._take(cell)
+        return made
+
+    def to_gru(self) -> nn.GRUCell:
+        """The nn.GRUCell that computes the same."""
+        weight = next(self.parameters())
+        cell = nn.GRUCell(self.input_size, self.hidden_size, self.bias, weight.device, weight.dtype)
+        self._give(cell)
+        return cell
+
+    def explain(self, batch: int = 1) -> str:
+        """What a call with `batch` states computes and runs, in words."""
+        return self._explained(batch, 1)
+
+    def warmup(self, batch: int) -> None:
+        """As FactorGRU.warmup, of a call with `batch` states."""
+        self._warm_up((batch,))
 
     def extra_repr(self) -> str:
         """The arguments that build this layer again."""

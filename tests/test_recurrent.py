@@ -257,7 +257,84 @@ def test_copies(kind: str) -> None:
         torch.testing.assert_close(again(x), module(x))
 
 
+PROJECTED = {
+    "dense": dict(),
+    "kronecker": dict(structure="kronecker", factors=(2, 3), input_factors=(2, 2), rank=4),
+    "monarch": dict(structure="monarch", blocks=2, rank=3),
+    "inputs": dict(structure="dense", input_structure="kronecker", factors=(2, 3), input_factors=(2, 2), rank=4),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_from_gru_and_back(name: str, bidirectional: bool) -> None:
+    """Exact where the rank is full."""
+    layers = 1 if bidirectional else 2
+    kind = dict(num_layers=layers, bidirectional=bidirectional, batch_first=True, dtype=torch.float64)
+    theirs = nn.GRU(4, 6, **kind).eval()
+    ours = FactorGRU.from_gru(theirs, **PROJECTED[name], implementation="batched")
+    x = normal(2, 3, 4)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours.to_gru()(x), theirs(x))
+    assert "projected" in ours.explain() or name == "dense"
+
+    cell = nn.GRUCell(4, 6, bias=not bidirectional, dtype=torch.float64)
+    made = FactorGRUCell.from_gru(cell, **PROJECTED[name])
+    torch.testing.assert_close(made(x[0]), cell(x[0]))
+    torch.testing.assert_close(made.to_gru()(x[0]), cell(x[0]))
+
+
+def test_from_gru_is_the_nearest() -> None:
+    """Of blocks on the diagonal, those of the dense matrix: what it leaves is all else."""
+    theirs = nn.GRU(4, 6, dtype=torch.float64)
+    ours = FactorGRU.from_gru(theirs, structure="blocks", blocks=2)
+    dense = theirs.weight_hh_l0[6:12]
+    inside = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
+    torch.testing.assert_close(ours.to_gru().weight_hh_l0[6:12], dense.where(inside, 0.0))
+    error = ours.projection_errors["weight_hh_update_l0"].weight
+    assert error == pytest.approx((dense[~inside].norm() / dense.norm()).item())
+    assert pickle.loads(pickle.dumps(ours)).projection_errors == {}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [dict(reset="before"), dict(activation="relu"), dict(norm="layer"), dict(learned_initial=True)],
+    ids=lambda kind: next(iter(kind)),
+)
+def test_to_gru_refuses_what_that_has_not(kind: dict) -> None:
+    for module in (FactorGRU(5, 6, **kind), FactorGRUCell(5, 6, **kind)):
+        ((name, value),) = kind.items()
+        with pytest.raises(ValueError, match=rf"to_gru: this one has {name}={value!r}, (GRU|GRUCell) knows"):
+            module.to_gru()
+
+
+def test_explain() -> None:
+    module = FactorGRU(64, 64, structure="kronecker", implementation="batched")
+    told = module.explain(16, 100)
+    assert "factors=((8, 8), (8, 8))" in told
+    assert f"{768 + 384} parameters, those of matrices 3.12% of dense ones'" in told
+    assert "16 sequences of 100 steps: 1.966e+07 FLOPs, 7.864e+07 dense" in told
+    assert "runs batched, step by step, as asked" in told
+    assert "PyTorch’s op for all of it, as asked" in FactorGRUCell(5, 6, implementation="v2").explain(3)
+    assert "because fused cannot: its kernels have no layer norm" in FactorGRU(5, 6, norm="layer").explain()
+
+
+@each_kind
+def test_warmup(kind: str) -> None:
+    """Changes nothing."""
+    module = gru(kind)
+    before = copy.deepcopy(module.state_dict())
+    module.warmup(2, 3)
+    with torch.no_grad():
+        module.warmup(1, 1)
+    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 WRONG = {
+    "from_gru": (lambda: FactorGRU.from_gru(nn.LSTM(5, 6)), TypeError, "gru should be an nn.GRU, it is LSTM"),
+    "from_gru of a cell": (lambda: FactorGRUCell.from_gru(nn.GRU(5, 6)), TypeError, "an nn.GRUCell, it is GRU"),
+    "warmup": (lambda: FactorGRU(5, 6).warmup(0, 3), ValueError, "FactorGRU.warmup: sequences and steps should be pos"),
     "sizes": (lambda: FactorGRU(0, 6), ValueError, "FactorGRU: input_size should be a positive integer, it is 0"),
     "layers": (lambda: FactorGRU(5, 6, 0), ValueError, "num_layers should be a positive integer, it is 0"),
     "dropout": (lambda: FactorGRU(5, 6, 2, dropout=2), ValueError, "a probability from 0 to 1, it is 2"),

@@ -85,7 +85,7 @@ def gate_specs(
     """A gate's input matrix and its recurrent one, as FactorGRU's arguments mean them, or a ValueError in their words.
 
     Either takes of `factors`, `blocks` and `rank` what its structure has. An input matrix has the recurrent one's sizes
-    for its outputs, and as many, balanced ones, for its inputs."""
+    for its outputs, as many, balanced ones, for its inputs, and no rank that makes no difference."""
     kinds = structure if input_structure is None else input_structure, structure
     for name, kind in zip(("input_structure", "structure"), kinds, strict=True):
         if kind not in GATE_STRUCTURES:
@@ -101,7 +101,8 @@ def gate_specs(
         raise ValueError(f"input_factors={input_factors} was given, which {kinds[0]!r} input matrices have none of")
     recurrent = _gate_spec(hidden_size, hidden_size, structure, factors, blocks, rank)
     if "factors" not in TAKEN[kinds[0]] or (blocks is not None and input_factors is None and kinds[0] == "monarch"):
-        return _gate_spec(input_size, hidden_size, kinds[0], None, blocks, rank), recurrent
+        most = _gate_spec(input_size, hidden_size, kinds[0], None, blocks, 1).max_rank
+        return _gate_spec(input_size, hidden_size, kinds[0], None, blocks, min(rank, most)), recurrent
     if "factors" not in TAKEN[structure]:
         count = 2 if input_factors is None else len(input_factors)
         outputs = resolve(hidden_size, hidden_size, "kronecker", count if factors is None else factors).out_factors
@@ -114,7 +115,8 @@ def gate_specs(
         inputs = (2 * outputs[0], *outputs[1:])
     if inputs is None:
         inputs = resolve(input_size, input_size, "kronecker", len(outputs)).in_factors
-    return resolve(input_size, hidden_size, kinds[0], (inputs, outputs), None, rank), recurrent  # type: ignore[arg-type]
+    most = _gate_spec(input_size, hidden_size, kinds[0], (inputs, outputs), None, 1).max_rank
+    return _gate_spec(input_size, hidden_size, kinds[0], (inputs, outputs), None, min(rank, most)), recurrent
 
 
 def _gate_spec(

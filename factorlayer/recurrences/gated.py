@@ -23,10 +23,10 @@ from factorlayer.autograd.runtime import CompileError
 from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name
 from factorlayer.layers import refuse_script
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.project import ProjectionError
-from factorlayer.maths.recurrence import GATES, TAKEN, is_dense, structure_of
+from factorlayer.maths.project import ProjectionError, project, projection_error
+from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, is_dense, structure_of
 from factorlayer.maths.steps import Walk, batched, naive
-from factorlayer.recurrences.cell import Cell, Parameters
+from factorlayer.recurrences.cell import KINDS, Cell, Parameters
 
 OPS = "factorlayer.autograd.recurrent_ops"
 ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else None  # of the fused implementation
@@ -35,6 +35,7 @@ ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else No
 class Gated(Recorded):
     """What FactorGRU and FactorGRUCell share: parameters by their cells' names, and how they run."""
 
+    input_size: int
     projection_errors: dict[str, ProjectionError]  # by the gate's matrix, of what was made of a dense one
 
     def _build(
@@ -102,6 +103,51 @@ class Gated(Recorded):
         further = {"reset": first.recurrence.reset, "activation": self._chain.activation, "norm": first.norm}
         return kind | {f"input_{name}": value for name, value in inputs.items()} | further
 
+    def _take(self, dense: nn.Module) -> None:
+        """The parameters of an nn.GRU or nn.GRUCell: its matrices gate by gate, the nearest if structured."""
+        given = dict(dense.named_parameters())
+        with torch.no_grad():
+            for cell in self._cells:
+                parameters = {name: getattr(self, name) for name in cell.shapes}
+                for name in parameters.keys() & given.keys():
+                    parameters[name].copy_(given[name])
+                for kind in KINDS:
+                    if is_dense(cell.spec(kind)):
+                        continue
+                    matrices = given[f"weight_{kind}{cell.suffix}"].chunk(GATES)
+                    each = zip(GATE_NAMES, matrices, cell.weights(kind, parameters), strict=True)
+                    for gate, matrix, weights in each:
+                        found = project(cell.spec(kind), matrix)
+                        for weight, projected in zip(weights, found, strict=True):
+                            weight.copy_(projected)
+                        if not matrix.is_meta:  # which has no numbers to compare
+                            error = projection_error(cell.spec(kind), found, matrix, None, None)
+                            self.projection_errors[f"weight_{kind}_{gate}{cell.suffix}"] = error
+
+    def _give(self, dense: nn.Module) -> None:
+        """The inverse of _take: all matrices are multiplied out."""
+        cell = self._cells[0]
+        held = {
+            "reset": (cell.recurrence.reset, "after"),
+            "activation": (self.activation, "tanh"),
+            "norm": (cell.norm, None),
+            "learned_initial": (cell.learned_initial, False),
+        }
+        for name, (value, only) in held.items():
+            if value != only:
+                raise ValueError(
+                    f"{self._who}.to_gru: this one has {name}={value!r}, {type(dense).__name__} knows {only!r} alone"
+                )
+        into = dict(dense.named_parameters())
+        with torch.no_grad():
+            for cell in self._cells:
+                parameters = {name: getattr(self, name) for name in cell.shapes}
+                for kind in KINDS:
+                    into[f"weight_{kind}{cell.suffix}"].copy_(cell.matrix(kind, parameters))
+                    if self._cells[0].bias:
+                        name = f"bias_{kind}{cell.suffix}"
+                        into[name].copy_(parameters[name])
+
     @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters(recurse=False))
@@ -110,6 +156,42 @@ class Gated(Recorded):
         """FLOPs of a forward pass, products alone."""
         each = sum(cell.inputs.flops(1) + cell.recurrent.flops(1) for cell in self._cells)
         return GATES * sequences * steps * each
+
+    def _warm_up(self, shape: tuple[int, ...]) -> None:
+        if min(shape) < 1:
+            raise ValueError(f"{self._who}.warmup: sequences and steps should be positive numbers, they are {shape}")
+        weight = next(self.parameters())
+        made = self(torch.zeros(*shape, self.input_size, device=weight.device, dtype=weight.dtype))
+        y = made if isinstance(made, Tensor) else made[0]
+        wanted = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if torch.is_grad_enabled() and wanted:
+            torch.autograd.grad(y.sum(), wanted)
+
+    def _explained(self, sequences: int, steps: int) -> str:
+        """What a call with so many sequences of so many steps computes and runs, in words."""
+        dense = sum(GATES * cell.hidden * (cell.inputs.in_features + cell.hidden) for cell in self._cells)
+        held = sum(GATES * cell.spec(kind).parameter_count for cell in self._cells for kind in KINDS)
+        lines = [
+            repr(self),
+            f"{self.parameter_count} parameters, those of matrices {held / dense:.2%} of dense ones'",
+            f"{sequences} sequences of {steps} steps: {self.flops(sequences, steps):.3e} FLOPs, "
+            f"{2 * sequences * steps * dense:.3e} dense",
+        ]
+        if self.projection_errors:
+            worst = max(self.projection_errors, key=lambda name: self.projection_errors[name].weight)
+            lines.append(f"projected: {worst} most; {self.projection_errors[worst]}")
+        x = next(self.parameters())[:0]
+        chosen = self._choose(autocast(x, (), None)[0])
+        if chosen == "fused":
+            lines.append("runs fused: input products at once, and the recurrence by one op")
+        elif self.implementation == "auto":
+            lines.append(f"runs {self._batched()}, because fused cannot: {self._why_not_fused(x)}")
+        else:
+            lines.append(f"runs {self._batched() if chosen == 'batched' else chosen}, as asked")
+        return "\n".join(lines)
+
+    def _batched(self) -> str:
+        return f"batched, {'by PyTorch’s op for all of it' if self._is_dense_gru else 'step by step'}"
 
     def _check_features(self, x: Tensor) -> None:
         if x.shape[-1] != self.input_size:
