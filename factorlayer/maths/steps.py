@@ -175,7 +175,8 @@ def batched(
     count = recurrence.weights
     stacked = [torch.stack(list(weights[i : GATES * count : count])) for i in range(count)]
     of_steps, begins = by_steps(each), None if starts is None else by_steps(starts)
-    state, states = initial, list[Tensor]()
+    state = initial
+    states: list[Tensor] = []
     for t in _order(recurrence, walk):
         having = sizes[t]
         if not states and walk.lengths is not None:
