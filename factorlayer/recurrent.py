@@ -111,7 +111,7 @@ class FactorGRU(Gated):
         layout = layout_of("FactorGRU", input, self.batch_first, cu_seqlens, max_seqlen)
         self._check_features(layout.rows if isinstance(input, PackedSequence) else input)
         walk, packed = layout.walk, layout.packed
-        state = state_of("FactorGRU", hx, layout, len(self._cells), self.hidden_size)
+        state = state_of("FactorGRU", hx, layout, len(self.cells), self.hidden_size)
         mask = mask_of("FactorGRU", starts, layout)
         rows, state, parameters, further = self._given(layout.rows, state)
         chosen = self._choose(rows, mask is not None and state is not None)
@@ -142,7 +142,7 @@ class FactorGRU(Gated):
             outputs = []
             for reverse in range(self._directions):
                 i = layer * self._directions + reverse
-                cell = self._cells[i]
+                cell = self.cells[i]
                 restart = self._initial(cell, walk.sequences, rows, parameters)
                 initial = restart if hx is None else hx[i]
                 core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
@@ -155,9 +155,9 @@ class FactorGRU(Gated):
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
-            hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self._cells])
+            hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self.cells])
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        flat = [parameters[kind + cell.suffix] for cell in self._cells for kind in kinds]
+        flat = [parameters[kind + cell.suffix] for cell in self.cells for kind in kinds]
         dropout = self.dropout if self.training else 0.0
         how = flat, self.bias, self.num_layers, dropout, self.training, self.bidirectional
         if walk.lengths is None:
@@ -279,7 +279,7 @@ class FactorGRUCell(Gated):
         shape = (*input.shape[:-1], self.hidden_size)
         if hx is not None and tuple(hx.shape) != shape:
             raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
-        (cell,), rows = self._cells, input.reshape(-1, self.input_size)
+        (cell,), rows = self.cells, input.reshape(-1, self.input_size)
         batch = rows.shape[0]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
         initial = self._initial(cell, batch, rows, parameters) if hx is None else hx

@@ -49,7 +49,7 @@ def layer_norm(products: Sequence[Tensor], gains: Tensor) -> list[Tensor]:
 
 def one_step(module: FactorGRU | FactorGRUCell, suffix: str, x: Tensor, h: Tensor) -> Tensor:
     """From a state [hidden] to the next one."""
-    parameters, cell = dict(module.named_parameters()), module._cells[0]
+    parameters, cell = dict(module.named_parameters()), module.cells[0]
     hidden, before = len(h), cell.recurrence.reset == "before"
     zeros = x.new_zeros(3 * hidden)
     of_x = [matrix(module, "ih", g, suffix) @ x for g in range(3)]

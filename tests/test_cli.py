@@ -19,6 +19,7 @@ import factorlayer.cli.case
 import factorlayer.cli.source
 import factorlayer.cli.subject
 import factorlayer.functional
+import factorlayer.recurrences.gated
 from factorlayer import FactorLinear
 from factorlayer.autograd.layer_ops import not_at_once
 from factorlayer.cli.app import app
@@ -413,6 +414,48 @@ def test_check_of_an_mlp(widths: str, activation: str, dtype: str) -> None:
     assert "v2_grad_layers.0.bias == v3_grad_layers.0.bias: True" in result.stdout
 
 
+RECURRENT = [
+    "4 5 6x4 8x2",
+    "4 5 2 6 --rank 2 --reset before",
+    "4 5 2x4 6x3 --structure monarch --no-bias",
+    "4 5 4x6 --structure dense --activation softplus",
+    "4 5 3 2x4 --structure blocks",
+    "4 1 6",
+    "0 3 6",
+    "3 0 2 3",
+]
+
+
+@pytest.mark.parametrize("dtype", "fdhb")
+@pytest.mark.parametrize("arguments", RECURRENT)
+def test_check_of_a_recurrent_layer(arguments: str, dtype: str) -> None:
+    result = run(f"--rnn --dtype {dtype} {arguments} check")
+    assert "_grad_x: True" in result.stdout and "_grad_weight_hh" in result.stdout
+    assert "False" not in result.stdout.replace("bias=False", "")
+
+
+def test_check_says_what_a_recurrent_layer_is() -> None:
+    found = json.loads(run("--rnn 4 7 6x4 8x2 check --json").stdout)
+    assert found["layers"] == [
+        "each gate's input matrix: 6 x 8 -> 4 x 2, kronecker",
+        "each gate's recurrent matrix: 4 x 2 -> 4 x 2, kronecker",
+    ]
+    weights = 3 * (24 + 16 + 16 + 4) + 2 * 3 * 8
+    assert found["summary"][0].startswith(
+        f"GRU, 7 steps, kronecker: x [7, 4, 48] -> y [7, 4, 8], {weights} parameters (dense: {3 * 8 * (48 + 8 + 2)}), "
+    )
+    assert (
+        found["configuration"] | {"steps": 7, "factors": [[6, 4], [8, 2]], "reset": "after"} == found["configuration"]
+    )
+
+
+def test_check_notices_a_wrong_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = factorlayer.recurrences.gated.batched
+    monkeypatch.setattr(factorlayer.recurrences.gated, "batched", lambda *given: 1.001 * right(*given))
+    result = run("--rnn 4 7 2 6 check")
+    assert result.exit_code == 1 and "y" in differing(result.stdout)
+
+
 def test_check_says_what_an_mlp_is() -> None:
     result = run("--mlp --no-bias 4 6 12=3*4 20=4*5 3 check --json")
     found = json.loads(result.stdout)
@@ -562,6 +605,34 @@ def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
         ("--mlp 4 8=2*4 6=2*3 check --rank 99", "'--mlp': FactorLinear: rank should be at most"),
         ("--mlp 4 8 8 check --activation swoosh", "activation should be None or one of identity, relu"),
         ("--mlp 4 99999999999 999999999 check", "a layer and samples of these sizes cannot be made"),
+        ("--rnn 4 8 check", "'--rnn': BATCH should be followed by STEPS and sizes, such as 16 1024 32 32; 8 came"),
+        ("--rnn 4 8x8 8 check", "such as 16 1024 32 32; 8x8 8 came behind it"),
+        ("--rnn 4 8 0 check", "a FACTOR should be a positive size or two"),
+        (
+            "--rnn 4 8 2 2 check --structure dense",
+            "'--rnn': sizes should be one, or 256x512 for in x out, of structure",
+        ),
+        ("--rnn 4 8 2x4 2 check --structure blocks", "sizes should be how many blocks there are, and the size of one"),
+        ("--rnn 4 8 2 check --structure dense --rank 2", "a rank of structure dense has no meaning; it is 2"),
+        ("--rnn 4 8 2 check --rank 2", "rank should be at most 1"),
+        (
+            "--rnn 4 8 8 check --mlp",
+            "'--mlp': it was given where it has no meaning: it is another module than --rnn is",
+        ),
+        (
+            "--rnn 4 8 8 check --source",
+            "'--source': it was given where it has no meaning: it is for layers, blocks and",
+        ),
+        (
+            "--rnn 4 8 8 bench --variants",
+            "'--variants': it was given where it has no meaning: it is for layers, blocks",
+        ),
+        ("--rnn 4 8 8 tune", "'tune': it was given where it has no meaning: it is for layers, blocks and models"),
+        ("4 8 8 check --reset before", "'--reset': it was given where it has no meaning: it is for a recurrent layer"),
+        (
+            "4 8 check --structure dense",
+            "'--structure': dense is for --rnn; without it, kronecker of one FACTOR is dense",
+        ),
         (
             "4 8 8 check --input 8",
             "'--input': it was given where it has no meaning: they are for a model; give --model",
@@ -773,6 +844,18 @@ def test_bench_has_nn_linear_beside_the_versions(arguments: str, layers: str, we
     assert [t["implementation"] for t in json.loads(only.stdout)["timings"]] == ["dense"] * 2
 
 
+def test_bench_has_nn_gru_beside_a_recurrent_layer() -> None:
+    result = run("--rnn 4 5 6x4 8x2 bench --device cpu --min-run-time 0.001 --json")
+    timings = json.loads(result.stdout)["timings"]
+    named = [t["implementation"] for t in timings]
+    assert [name for name in named if name != "v3"] == ["v1", "v2", "dense"] * 2
+    rows = 4 * 5
+    of_dense, of_ours = rows * 3 * 8 * (48 + 8), rows * 3 * ((6 * 8 * 2 + 6 * 4 * 2) + 2 * 4 * 4)
+    assert [t["multiply_adds"] for t in timings if t["implementation"] == "dense"] == [of_dense, 3 * of_dense]
+    assert "dense is nn.GRU 48 -> 8, 1392 parameters" in result.stderr
+    assert timings[0]["multiply_adds"] < of_dense and of_ours > 0
+
+
 def test_dense_computes_what_pytorchs_own_modules_do() -> None:
     block = Block((6, (3, 4), 3), activation="gelu")
     dense = dense_of(Case(block, 5, torch.float64, CPU))
@@ -846,7 +929,10 @@ def test_bench_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cache lst", "'lst' is not one of 'list', 'verify', 'clear', 'limit'; did you mean 'list'?"),
         ("16 8 check --dtype float64", "'float64' is not one of 'f', 'd', 'h', 'b'; did you mean 'd'?"),
         ("16 8 check --dtype bf16", "did you mean 'b'?"),
-        ("16 8 check --structure Monrach", "is not one of 'kronecker', 'monarch'; did you mean 'monarch'?"),
+        (
+            "16 8 check --structure Monrach",
+            "is not one of 'kronecker', 'monarch', 'dense', 'blocks'; did you mean 'monarch'?",
+        ),
         ("16 8 bench --implementation fusd", "'dense'; did you mean 'fused'?"),
         ("16 8 8 check --activation gleu", "it is 'gleu'; did you mean 'gelu'?"),
         ("16 8 8 check --dtyp d", "No such option: --dtyp"),

@@ -128,7 +128,7 @@ def completed(line: str) -> list[str]:
         ("factorlayer 16 32 check ", []),
         ("factorlayer --dtype ", ["f", "d", "h", "b"]),
         ("factorlayer 16 32 --structure m", ["monarch"]),
-        ("factorlayer 16 32 check --structure ", ["kronecker", "monarch"]),
+        ("factorlayer 16 32 check --structure ", ["kronecker", "monarch", "dense", "blocks"]),
         ("factorlayer --activation ge", ["gelu", "gelu_tanh"]),
         ("factorlayer 16 32 check --activation relu", ["relu", "relu_squared"]),
         ("factorlayer bench 16 32 --implementation f", ["fused"]),

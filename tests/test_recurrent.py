@@ -61,7 +61,7 @@ def test_is_its_definition(kind: str, implementation: str, given: str) -> None:
     """Output, state, and all gradients."""
     module = gru(kind, implementation=implementation)
     x = normal(3, 2, 5).requires_grad_()
-    hx = normal(len(module._cells), 2, 6).requires_grad_() if given == "state" else None
+    hx = normal(len(module.cells), 2, 6).requires_grad_() if given == "state" else None
     starts = torch.tensor([[True, False], [False, False], [False, True]]) if given == "starts" else None
     leaves = [x, *module.parameters(), *([] if hx is None else [hx])]
 
@@ -84,7 +84,7 @@ def test_layouts(kind: str, implementation: str, layout: str) -> None:
     lengths = {"batch-first": (3, 3), "unbatched": (4,), "cu_seqlens": LENGTHS}.get(layout, (2, 4, 1))
     lengths = tuple(sorted(lengths, reverse=True)) if layout == "packed-sorted" else lengths
     sequences = [normal(length, 5).requires_grad_() for length in lengths]
-    hx = normal(len(module._cells), len(lengths), 6).requires_grad_()
+    hx = normal(len(module.cells), len(lengths), 6).requires_grad_()
     starts = [drawn_starts((length,)) for length in lengths]
     leaves = [*sequences, hx, *module.parameters()]
 
@@ -133,7 +133,7 @@ def test_takes_the_place_of_nn_gru(kind: dict, implementation: str) -> None:
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     sequences = [normal(length, 5) for length in (2, 4, 3)]
-    shape = (len(ours._cells), 3, 6)
+    shape = (len(ours.cells), 3, 6)
     full = normal(3, 4, 5) if ours.batch_first else normal(4, 3, 5)
     padded = nn.utils.rnn.pad_sequence(sequences, batch_first=ours.batch_first)
     for x, hx in (
@@ -172,15 +172,16 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
     """No steps: the state stays as it was. No sequences: none come back."""
     module = gru(kind, implementation=implementation)
     directions = 1 + module.bidirectional
-    hx = normal(len(module._cells), 3, 6)
+    hx = normal(len(module.cells), 3, 6)
     y, h = module(normal(0, 3, 5), hx)
     assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
+    y.sum().backward()  # which finds nothing to do either
     y, h = module(normal(4, 0, 5))
-    assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module._cells), 0, 6)
+    assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
     y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64))
     assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(0, 5), cu_seqlens=torch.zeros(1, dtype=torch.int64))
-    assert y.shape == (0, 6 * directions) and h.shape == (len(module._cells), 0, 6)
+    assert y.shape == (0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
 
 
 @each_kind
@@ -189,7 +190,7 @@ def test_nan_stays_in_its_sequence(kind: str, implementation: str) -> None:
     """In outputs, states and gradients."""
     module = gru(kind, implementation=implementation)
     bounds = torch.tensor([0, *itertools.accumulate(LENGTHS)])
-    x, hx = normal(9, 5), normal(len(module._cells), 4, 6)
+    x, hx = normal(9, 5), normal(len(module.cells), 4, 6)
     x[1] = torch.nan  # of the first sequence, which has three steps
     x.requires_grad_()
     hx.requires_grad_()
@@ -203,7 +204,7 @@ def test_nan_stays_in_its_sequence(kind: str, implementation: str) -> None:
 def test_gradcheck(kind: str) -> None:
     """Also of second derivatives, by the way that every kind of module takes."""
     module = gru(kind, implementation="auto")
-    x, hx = normal(2, 2, 5).requires_grad_(), normal(len(module._cells), 2, 6).requires_grad_()
+    x, hx = normal(2, 2, 5).requires_grad_(), normal(len(module.cells), 2, 6).requires_grad_()
     names = [name for name, _ in module.named_parameters()]
     starts = torch.tensor([[True, False], [False, True]])
     function = lambda x, hx, *p: torch.func.functional_call(  # noqa: E731

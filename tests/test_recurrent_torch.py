@@ -121,12 +121,12 @@ def test_flop_counter(kind: str) -> None:
 def test_meta_device(kind: str) -> None:
     module = FactorGRU(4, 6, device="meta", **copy.deepcopy(KINDS[kind]))
     y, h = module(torch.randn(3, 2, 4, device="meta"))
-    assert y.is_meta and y.shape == (3, 2, 6 * (1 + module.bidirectional)) and h.shape == (len(module._cells), 2, 6)
+    assert y.is_meta and y.shape == (3, 2, 6 * (1 + module.bidirectional)) and h.shape == (len(module.cells), 2, 6)
     torch.manual_seed(0)
     made = module.to_empty(device="cpu")
     made.reset_parameters()
     right = gru(kind)
-    assert_same(*([getattr(each, name) for name in each._cells[0].shapes] for each in (made, right)))
+    assert_same(*([getattr(each, name) for name in each.cells[0].shapes] for each in (made, right)))
 
 
 @each_kind

@@ -42,6 +42,7 @@ app = typer.Typer(
         f"Example: {PROGRAM} --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         f"Example: {PROGRAM} 32 128 128 bench --plot out.png\n\n"
         f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        f"Example: {PROGRAM} --rnn 16 1024 32 32 bench\n\n"
         f"Example: {PROGRAM} --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
         f"Example: {PROGRAM} cache list\n\n"
         "Options may stand anywhere; `check --help` and so on list them."
@@ -86,6 +87,7 @@ def check(
     """Compare the outputs and gradients of v1, v2 and v3. Exits with 1 if two of them differ."""
     from factorlayer.cli import compare
 
+    refuse_recurrent(case, {"--source": source or None})
     if arch is not None and not source:
         refuse("--arch", "it says which GPU --source is for; give --source as well")
     problem = problem_of(case)
@@ -167,6 +169,7 @@ def bench(
     """Time the implementations, forward and forward+backward."""
     from factorlayer.cli import measure
 
+    refuse_recurrent(case, {"--variants": variants or None})
     if plot is not None:
         require_plot(plot)
     if variants:
@@ -223,6 +226,8 @@ def tune(
         refuse("BATCH", f"say what to tune, or give --export or --import. For example: {PROGRAM} 4096 48 48 tune")
     if export is not None:
         require_folder("--export", export)
+    if case is not None:
+        refuse_recurrent(case, {"tune": True})
     found = move_choices("--import", import_, as_json)
     if case is not None:
         found |= choices_of(problem_of(case), as_json)
@@ -288,6 +293,12 @@ def set_cache_limit(size: str) -> None:
         runtime.set_cache_limit(int(number) << 10 * " KMGT".index(unit or " "))
     except (ValueError, RuntimeError) as error:
         refuse("SIZE", str(error))
+
+
+def refuse_recurrent(case: "Case", asked: dict[str, Any]) -> None:
+    """What there is of layers and stacks only."""
+    if case.subject.option == "--rnn":
+        refuse_given("it is for layers, blocks and models, not for --rnn", asked)
 
 
 def problem_of(case: "Case") -> "Problem":

@@ -20,7 +20,7 @@ from factorlayer.cli.refusals import refuse, refuse_given, worded
 if TYPE_CHECKING:
     from factorlayer.cli.case import Case
     from factorlayer.cli.subject import Subject
-    from factorlayer.maths import spec
+    from factorlayer.maths import recurrence, spec
 
 
 class Dtype(str, Enum):
@@ -29,6 +29,11 @@ class Dtype(str, Enum):
 
 class Structure(str, Enum):
     kronecker, monarch = "kronecker", "monarch"
+    dense, blocks = "dense", "blocks"
+
+
+class Reset(str, Enum):
+    after, before = "after", "before"
 
 
 class Version(str, Enum):
@@ -70,12 +75,17 @@ def case_of(
             metavar="FACTOR",
             show_default=False,
             autocompletion=complete_a_size,
-            help="Sizes of the modes: 32, or 20x36 for in x out. With --mlp, the widths: 512, or 1024=32*32.",
+            help="Sizes of the modes: 32, or 20x36 for in x out. With --mlp, the widths: 512, or 1024=32*32; with "
+            "--rnn, STEPS before the sizes.",
         ),
     ] = None,
     dtype: Annotated[Dtype, layer_option("float32, float64 (d), float16 (h) or bfloat16 (b).")] = Dtype.f,
     structure: Annotated[
-        Structure | None, layer_option("How the modes make up the matrix; by default kronecker.", show_default=False)
+        Structure | None,
+        layer_option(
+            "How the modes make up the matrix; by default kronecker. dense and blocks are for --rnn.",
+            show_default=False,
+        ),
     ] = None,
     rank: Annotated[
         int | None,
@@ -84,7 +94,8 @@ def case_of(
     activation: Annotated[
         str | None,
         layer_option(
-            "relu, gelu, silu, tanh, sine …, or FILE.py:FUNCTION, of one tensor; by default none, in an MLP relu.",
+            "relu, gelu, silu, tanh, sine …, or FILE.py:FUNCTION, of one tensor; by default none, in an MLP relu, in a "
+            "GRU tanh.",
             metavar="NAME",
             autocompletion=complete_an_activation,
         ),
@@ -100,6 +111,18 @@ def case_of(
             rich_help_panel="The block or model",
         ),
     ] = False,
+    rnn: Annotated[
+        bool,
+        typer.Option(
+            "--rnn",
+            help="A FactorGRU: BATCH STEPS and sizes, of the input x the state where they differ.",
+            rich_help_panel="The block or model",
+        ),
+    ] = False,
+    reset: Annotated[
+        Reset | None,
+        model_option("With --rnn: the product is reset, or the state before it; by default after.", "after|before"),
+    ] = None,
     model: Annotated[
         str | None,
         model_option("A model of your own, in eval mode: what the function returns.", "FILE.py:FUNCTION"),
@@ -126,6 +149,7 @@ def case_of(
     if threads is not None:
         torch.set_num_threads(threads)
     layer = {"--structure": structure, "--rank": rank, "--activation": activation, "--bias": bias, "--mlp": mlp or None}
+    layer |= {"--rnn": rnn or None, "--reset": reset}
     subject: Subject
     if model is not None:
         refuse_given("they are the model's own", {"FACTOR": factors, **layer})
@@ -135,7 +159,15 @@ def case_of(
         refuse_given("they are for a model; give --model", {"--checkpoint": checkpoint, "--input": input})
         if not factors:
             refuse("FACTOR", f"BATCH should be followed by one or more. For example: {EXAMPLE}")
-        subject = layer_or_block(factors, mlp, (structure or Structure.kronecker).value, rank or 1, activation, bias)
+        kind = structure or Structure.kronecker
+        if rnn:
+            refuse_given("it is another module than --rnn is", {"--mlp": mlp or None})
+            subject = recurrent(factors, kind.value, rank or 1, activation, bias, (reset or Reset.after).value)
+        elif kind is Structure.kronecker or kind is Structure.monarch:
+            refuse_given("it is for a recurrent layer; give --rnn", {"--reset": reset})
+            subject = layer_or_block(factors, mlp, kind.value, rank or 1, activation, bias)
+        else:
+            refuse("--structure", f"{kind.value} is for --rnn; without it, kronecker of one FACTOR is dense")
     where = worded("--device", lambda: usable_device(device, DTYPES[dtype.value]))
     return Case(subject, batch, DTYPES[dtype.value], where, seed)
 
@@ -151,6 +183,21 @@ def layer_or_block(
         return Block(tuple(widths), structure, rank, name, bias is not False)
     sizes = worded("FACTOR", lambda: [parse_factor(factor) for factor in factors])
     return Single(worded("--rank", lambda: spec_of_factors(structure, sizes, rank)), name, bias is not False)
+
+
+def recurrent(
+    factors: list[str],
+    structure: "recurrence.GateStructure",
+    rank: int,
+    activation: str | None,
+    bias: bool | None,
+    reset: "recurrence.Reset",
+) -> "Subject":
+    from factorlayer.cli.subject import parse_activation, recurrent_of
+
+    name = worded("--activation", lambda: parse_activation(activation or "tanh"))
+    steps, *sizes = factors
+    return worded("--rnn", lambda: recurrent_of(steps, sizes, structure, rank, name, bias is not False, reset))
 
 
 def own_model(name: str, checkpoint: Path | None, input: str | None) -> "Subject":

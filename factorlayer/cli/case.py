@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.autograd.layer_ops import why_not_fused
-from factorlayer.cli.subject import Own, Subject
+from factorlayer.cli.subject import Own, Recurrent, Subject
 from factorlayer.functional import Implementation
 from factorlayer.fusion import Fused, fuse
 from factorlayer.layers import FactorLinear
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.recurrence import GATE_NAMES
 from factorlayer.mlp import FactorMLP
+from factorlayer.recurrences.gated import Gated
 from factorlayer.stacks.stack import Layer, LayerStack, layer_of
 
 VERSIONS: dict[str, Implementation] = {"v1": "naive", "v2": "batched", "v3": "fused"}
@@ -85,6 +88,8 @@ class Problem:
         torch.manual_seed(case.seed)
         module = case.subject.make()
         x = torch.randn(case.batch, *case.subject.shape, dtype=torch.float64)
+        if isinstance(case.subject, Recurrent):
+            x = x.transpose(0, 1).contiguous()  # step by step, as nn.GRU has it
         self.module = module.to(case.device, case.dtype)
         self.x = x.to(case.device, case.dtype).requires_grad_()
         self.modules = {"model": module} if isinstance(case.subject, Own) else {}
@@ -120,6 +125,13 @@ class Problem:
                 hook.remove()
         if not isinstance(y, Tensor):
             raise ValueError(f"the model should return a tensor; it returned {type(y).__name__}")
+        if isinstance(module, Gated):
+            calls = [
+                Call(f"{kind}_{gate}", Layer(spec, Chain.of(spec, False, "identity")), math.prod(y.shape[:-1]))
+                for cell in module.cells
+                for kind, spec in (("input", cell.inputs), ("recurrent", cell.recurrent))
+                for gate in GATE_NAMES
+            ]
         if not calls:
             raise ValueError("the model called no nn.Linear and no FactorLinear: there is nothing to compare")
         return calls, y
@@ -165,6 +177,9 @@ class Problem:
 
     def unavailable(self) -> dict[str, str]:
         """The implementations that cannot run here, each with the reason."""
+        if isinstance(self.module, Gated):
+            reason = self.module.why_not_fused(self.x)
+            return {} if reason is None else {"v3": reason}
         for call in self.calls:
             reason = why_not_fused(self.x, call.layer.chain)
             if reason is not None:
@@ -174,6 +189,8 @@ class Problem:
     def explain(self) -> list[str]:
         """What the module was understood as, layer by layer."""
         module = self.modules["v3"]
+        if isinstance(module, Gated):
+            return [f"each gate's {c.name.split('_')[0]} matrix: {c.layer}" for c in self.calls[:: len(GATE_NAMES)]]
         if not isinstance(module, Fused | FactorMLP):
             return [str(call.layer) for call in self.calls]
         lines = _lines(module.understood())
@@ -192,9 +209,9 @@ def run_by(module: nn.Module, implementation: Implementation) -> nn.Module:
     """The module with the same parameters, its layers run by one implementation."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     copied = copy.deepcopy(module, shared)
-    alone = isinstance(copied, FactorLinear) or not list(copied.children())
+    alone = isinstance(copied, FactorLinear | Gated) or not list(copied.children())
     twin = copied if alone else fuse(copied, implementation)
     for part in twin.modules():
-        if isinstance(part, FactorLinear | FactorMLP | Fused):
+        if isinstance(part, FactorLinear | FactorMLP | Fused | Gated):
             part.implementation = implementation
     return twin

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from factorlayer.cli.case import Problem
 from factorlayer.cli.comparison import Comparison, Report, summary
-from factorlayer.cli.subject import Single
+from factorlayer.cli.subject import Recurrent, Single
 from factorlayer.maths.spec import LayerSpec
 
 JUMPING = {"relu", "leaky_relu", "prelu", "abs"}
@@ -75,6 +75,8 @@ def tolerances(problem: Problem) -> dict[str, float]:
     calls = problem.calls
     activations = sum(call.layer.chain.activation != "identity" for call in calls)
     k = sum(len(call.layer.spec.contractions) for call in calls) + max(activations, len(calls) - 1)
+    if isinstance(problem.case.subject, Recurrent):
+        k *= max(problem.case.subject.steps, 1)  # one step stands on the other
     if isinstance(problem.case.subject, Single):
         sums = longest_sums(calls[0].layer.spec, calls[0].rows, activations > 0)
         of_all = calls[0].rows * calls[0].layer.spec.out_features  # for parameters of the activation

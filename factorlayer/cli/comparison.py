@@ -111,7 +111,7 @@ def _of_dense(problem: Problem) -> str:
     if isinstance(problem.case.subject, Own):
         return ""
     layers = {call.name: call.layer.spec for call in problem.calls}
-    biases = sum(p.numel() for name, p in problem.module.named_parameters() if name.split(".")[-1] == "bias")
+    biases = sum(p.numel() for name, p in problem.module.named_parameters() if name.split(".")[-1].startswith("bias"))
     return f" (dense: {sum(spec.in_features * spec.out_features for spec in layers.values()) + biases})"
 
 

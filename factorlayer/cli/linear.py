@@ -1,6 +1,7 @@
 """The dense rival that `bench` times beside the implementations: nn.Linear of the same features, in PyTorch alone.
 
-Of a layer, nn.Linear and its activation; of a block, nn.Linear between its widths and the activations one by one.
+Of a layer, nn.Linear and its activation; of a block, nn.Linear between its widths and the activations one by one; of a
+recurrent layer, nn.GRU.
 """
 
 from __future__ import annotations
@@ -9,14 +10,26 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from factorlayer.activations.named import ACTIVATIONS, activation_name
 from factorlayer.cli.case import Case
-from factorlayer.cli.subject import Activation, Own, Single
+from factorlayer.cli.subject import Activation, Own, Recurrent, Single
 
 LARGEST_WEIGHTS = 1 << 28  # bytes of all weights together: a gradient of as many comes beside them
+
+
+class DenseGRU(nn.GRU):
+    """nn.GRU's outputs alone: cuDNN's, on a GPU."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        return super().forward(input, hx)[0]
+
+    def __str__(self) -> str:
+        count = sum(p.numel() for p in self.parameters())
+        return f"nn.GRU {self.input_size} -> {self.hidden_size}, {count} parameters"
 
 
 class DenseUnavailableError(ValueError):
@@ -45,12 +58,15 @@ class Dense(nn.Module):
         return f"nn.Linear {' -> '.join(map(str, features))}, {sum(p.numel() for p in self.parameters())} parameters"
 
 
-def dense_of(case: Case) -> Dense:
+def dense_of(case: Case) -> nn.Module:
     """On the case's device, with parameters of its own; DenseUnavailableError says where there is none."""
     subject = case.subject
     if isinstance(subject, Own):
         raise DenseUnavailableError("it stands beside a layer or --mlp; a model of your own is timed as it is: model")
-    if isinstance(subject, Single):
+    if isinstance(subject, Recurrent):
+        hidden = math.prod(q for _, q in subject.factors)
+        features = [subject.shape[1] + hidden, 3 * hidden]
+    elif isinstance(subject, Single):
         features = [subject.spec.in_features, subject.spec.out_features]
     else:
         features = [width if isinstance(width, int) else math.prod(width) for width in subject.widths]
@@ -60,6 +76,8 @@ def dense_of(case: Case) -> Dense:
             f"weights of nn.Linear {' -> '.join(map(str, features))} would take {_bytes(size)}, "
             f"more than {_bytes(LARGEST_WEIGHTS)}"
         )
+    if isinstance(subject, Recurrent):
+        return DenseGRU(subject.shape[1], hidden, bias=subject.bias).to(case.device, case.dtype)
     dense = Dense(features, subject.bias, subject.activation, isinstance(subject, Single))
     return dense.to(case.device, case.dtype)
 

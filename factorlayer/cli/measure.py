@@ -89,7 +89,7 @@ def _multiply_adds(problem: Problem, direction: str) -> dict[str, int]:
     counted = {"": forward + (backward_multiply_adds(problem) if both else 0)}
     if DENSE in problem.modules:
         dense = sum(p.numel() for p in problem.modules[DENSE].parameters() if p.dim() == 2)
-        counted[DENSE] = problem.case.batch * dense * (3 if both else 1)
+        counted[DENSE] = problem.calls[0].rows * dense * (3 if both else 1)
     return counted
 
 

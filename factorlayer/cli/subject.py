@@ -1,4 +1,5 @@
-"""What the command line works on: one layer, a block given by its widths, or a model of the user's own.
+"""What the command line works on: one layer, a block given by its widths, a recurrent layer, or a model of the user's
+own.
 
 arguments.py makes one of what the user typed; case.py makes tensors for it.
 """
@@ -23,8 +24,10 @@ from factorlayer.activations.named import activation_name
 from factorlayer.activations.nearest import did_you_mean, nearest
 from factorlayer.activations.texts import activation_of
 from factorlayer.layers import FactorLinear
+from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import LayerSpec, Structure
 from factorlayer.mlp import FactorMLP, Width
+from factorlayer.recurrent import FactorGRU
 from factorlayer.stacks.stack import layer_of
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -129,7 +132,55 @@ class Own:
         return {"model": self.name, "checkpoint": self.checkpoint, "input": self.shape}
 
 
-Subject = Single | Block | Own
+class Outputs(FactorGRU):
+    """A FactorGRU that returns its outputs alone."""
+
+    def forward(self, input: Any, hx: Any = None, **further: Any) -> Any:
+        return super().forward(input, hx, **further)[0]
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A FactorGRU, over so many steps."""
+
+    steps: int
+    factors: tuple[tuple[int, int], ...]  # of the input, and of the state
+    structure: GateStructure = "kronecker"
+    rank: int = 1
+    activation: Activation = "tanh"
+    bias: bool = True
+    reset: Reset = "after"
+    option: ClassVar = "--rnn"
+
+    def __str__(self) -> str:
+        return f"GRU, {self.steps} step{'s' * (self.steps != 1)}, {self.structure}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.steps, math.prod(p for p, _ in self.factors))
+
+    def make(self) -> nn.Module:
+        inputs, hidden = zip(*self.factors, strict=True)
+        sizes: dict[str, Any] = {"factors": hidden, "input_factors": inputs, "rank": self.rank}
+        if self.structure in ("dense", "blocks"):
+            sizes = {"blocks": inputs[0]} if self.structure == "blocks" else {}
+        return Outputs(
+            math.prod(inputs),
+            math.prod(hidden),
+            bias=self.bias,
+            dtype=torch.float64,
+            structure=self.structure,
+            activation=copy.deepcopy(self.activation),
+            reset=self.reset,
+            **sizes,
+        )
+
+    def configuration(self) -> dict[str, Any]:
+        kind = {"steps": self.steps, "factors": self.factors, "structure": self.structure, "rank": self.rank}
+        return {**kind, "activation": _stage(self.activation), "bias": self.bias, "reset": self.reset}
+
+
+Subject = Single | Block | Recurrent | Own
 
 
 def parse_factor(text: str) -> tuple[int, int]:
@@ -159,6 +210,26 @@ def parse_width(text: str) -> Width:
             f"the factors of a WIDTH should multiply up to it; those of {text!r} make {math.prod(factors)}"
         )
     return factors if match and match[2] else width
+
+
+def recurrent_of(
+    steps: str, factors: Sequence[str], structure: GateStructure, rank: int, name: Activation, bias: bool, reset: Reset
+) -> Recurrent:
+    """What STEPS and FACTOR… mean with --rnn."""
+    if not re.fullmatch("[0-9]{1,18}", steps) or not factors:
+        came = " ".join([steps, *factors])
+        raise ValueError(f"BATCH should be followed by STEPS and sizes, such as 16 1024 32 32; {came} came behind it")
+    sizes = tuple(map(parse_factor, factors))
+    wanted = {"dense": 1, "blocks": 2}.get(structure, len(sizes))
+    if len(sizes) != wanted or (structure == "blocks" and sizes[0][0] != sizes[0][1]):
+        what = {
+            "dense": "one, or 256x512 for in x out",
+            "blocks": "how many blocks there are, and the size of one",
+        }
+        raise ValueError(f"sizes should be {what[structure]}, of structure {structure}; they are {' '.join(factors)}")
+    if rank != 1 and structure in ("dense", "blocks"):
+        raise ValueError(f"a rank of structure {structure} has no meaning; it is {rank}")
+    return Recurrent(int(steps), sizes, structure, rank, name, bias, reset)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -140,8 +140,9 @@ def naive(
         state = made if isinstance(having, slice) else state.index_copy(0, having, made)
         states.append(made)
         places.append(row)
-    output = gates[0].new_zeros(gates[0].shape)
-    return output.index_copy(0, torch.cat(places), torch.cat(states)) if states else output
+    if not states:
+        return gates[0] * 0
+    return gates[0].new_zeros(gates[0].shape).index_copy(0, torch.cat(places), torch.cat(states))
 
 
 def batched(

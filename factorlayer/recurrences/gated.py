@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, scalars
-from factorlayer.autograd.layer_ops import transforms_active, why_not_fused
+from factorlayer.autograd import layer_ops
+from factorlayer.autograd.layer_ops import transforms_active
 from factorlayer.autograd.record import Record, Recorded, record_of
 from factorlayer.autograd.runtime import CompileError
 from factorlayer.functional import Implementation, any_autocast, autocast, implementation_name
@@ -49,7 +50,7 @@ class Gated(Recorded):
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype}")
-        self._cells, self._scalar_names = tuple(cells), scalar_names
+        self.cells, self._scalar_names = tuple(cells), scalar_names
         self.implementation = implementation  # type: ignore[assignment]
         for cell in cells:
             for name, shape in cell.shapes.items():
@@ -70,7 +71,7 @@ class Gated(Recorded):
     @property
     def _chain(self) -> Chain:
         """One gate's recurrent matrix, and the candidate's bias and activation."""
-        return self._cells[0].recurrence.chain
+        return self.cells[0].recurrence.chain
 
     @property
     def implementation(self) -> Implementation:
@@ -93,11 +94,11 @@ class Gated(Recorded):
     def reset_parameters(self) -> None:
         """Uniform, as nn.GRU's are; structured matrices so scaled that their products have the variance that nn.GRU's
         have. Gains of layer norm are 1, learned initial states 0."""
-        for cell in self._cells:
+        for cell in self.cells:
             cell.reset({name: getattr(self, name) for name in cell.shapes})
 
     def what_it_is(self) -> Record:
-        first = self._cells[0]
+        first = self.cells[0]
         kind = record_of(first.recurrent) | {"structure": structure_of(first.recurrent)}
         inputs = record_of(first.inputs) | {"structure": structure_of(first.inputs)}
         further = {"reset": first.recurrence.reset, "activation": self._chain.activation, "norm": first.norm}
@@ -107,7 +108,7 @@ class Gated(Recorded):
         """The parameters of an nn.GRU or nn.GRUCell: its matrices gate by gate, the nearest if structured."""
         given = dict(dense.named_parameters())
         with torch.no_grad():
-            for cell in self._cells:
+            for cell in self.cells:
                 parameters = {name: getattr(self, name) for name in cell.shapes}
                 for name in parameters.keys() & given.keys():
                     parameters[name].copy_(given[name])
@@ -126,7 +127,7 @@ class Gated(Recorded):
 
     def _give(self, dense: nn.Module) -> None:
         """The inverse of _take: all matrices are multiplied out."""
-        cell = self._cells[0]
+        cell = self.cells[0]
         held = {
             "reset": (cell.recurrence.reset, "after"),
             "activation": (self.activation, "tanh"),
@@ -140,11 +141,11 @@ class Gated(Recorded):
                 )
         into = dict(dense.named_parameters())
         with torch.no_grad():
-            for cell in self._cells:
+            for cell in self.cells:
                 parameters = {name: getattr(self, name) for name in cell.shapes}
                 for kind in KINDS:
                     into[f"weight_{kind}{cell.suffix}"].copy_(cell.matrix(kind, parameters))
-                    if self._cells[0].bias:
+                    if self.cells[0].bias:
                         name = f"bias_{kind}{cell.suffix}"
                         into[name].copy_(parameters[name])
 
@@ -154,7 +155,7 @@ class Gated(Recorded):
 
     def flops(self, sequences: int = 1, steps: int = 1) -> int:
         """FLOPs of a forward pass, products alone."""
-        each = sum(cell.inputs.flops(1) + cell.recurrent.flops(1) for cell in self._cells)
+        each = sum(cell.inputs.flops(1) + cell.recurrent.flops(1) for cell in self.cells)
         return GATES * sequences * steps * each
 
     def _warm_up(self, shape: tuple[int, ...]) -> None:
@@ -169,8 +170,8 @@ class Gated(Recorded):
 
     def _explained(self, sequences: int, steps: int) -> str:
         """What a call with so many sequences of so many steps computes and runs, in words."""
-        dense = sum(GATES * cell.hidden * (cell.inputs.in_features + cell.hidden) for cell in self._cells)
-        held = sum(GATES * cell.spec(kind).parameter_count for cell in self._cells for kind in KINDS)
+        dense = sum(GATES * cell.hidden * (cell.inputs.in_features + cell.hidden) for cell in self.cells)
+        held = sum(GATES * cell.spec(kind).parameter_count for cell in self.cells for kind in KINDS)
         lines = [
             repr(self),
             f"{self.parameter_count} parameters, those of matrices {held / dense:.2%} of dense ones'",
@@ -185,7 +186,7 @@ class Gated(Recorded):
         if chosen == "fused":
             lines.append("runs fused: input products at once, and the recurrence by one op")
         elif self.implementation == "auto":
-            lines.append(f"runs {self._batched()}, because fused cannot: {self._why_not_fused(x)}")
+            lines.append(f"runs {self._batched()}, because fused cannot: {self.why_not_fused(x)}")
         else:
             lines.append(f"runs {self._batched() if chosen == 'batched' else chosen}, as asked")
         return "\n".join(lines)
@@ -206,7 +207,7 @@ class Gated(Recorded):
 
     def _given(self, x: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Input, state, parameters by their names and those of the activation, in autocast's dtype if there is one."""
-        names = [name for cell in self._cells for name in cell.shapes]
+        names = [name for cell in self.cells for name in cell.shapes]
         tensors = [getattr(self, name) for name in names]
         further = scalars(self.activation, self._scalar_names) if self._scalar_names else []
         if any_autocast():
@@ -268,8 +269,8 @@ class Gated(Recorded):
     @property
     def _is_dense_gru(self) -> bool:
         """Whether PyTorch has an op for what it computes."""
-        cell = self._cells[0]
-        dense = all(is_dense(cell.inputs) and is_dense(cell.recurrent) for cell in self._cells)
+        cell = self.cells[0]
+        dense = all(is_dense(cell.inputs) and is_dense(cell.recurrent) for cell in self.cells)
         known = cell.recurrence.reset == "after" and self._chain.activation == "tanh" and cell.norm is None
         return dense and known and not transforms_active() and forward_ad._current_level < 0
 
@@ -277,7 +278,7 @@ class Gated(Recorded):
         """naive, batched or fused."""
         if self.implementation not in ("auto", "fused"):
             return self.implementation
-        reason = self._why_not_fused(x, starts_apart)
+        reason = self.why_not_fused(x, starts_apart)
         if reason is None:
             return "fused"
         if self.implementation == "fused":
@@ -286,12 +287,12 @@ class Gated(Recorded):
             )
         return "batched"
 
-    def _why_not_fused(self, x: Tensor, starts_apart: bool = False) -> str | None:
+    def why_not_fused(self, x: Tensor, starts_apart: bool = False) -> str | None:
         """Why the fused implementation cannot take a call, or None."""
-        reason = why_not_fused(x)
+        reason = layer_ops.why_not_fused(x)
         if reason is not None:
             return reason
-        if self._cells[0].norm is not None:
+        if self.cells[0].norm is not None:
             return "its kernels have no layer norm"
         if self._chain.parameters:
             return "its kernels take no activation with parameters"
@@ -301,11 +302,11 @@ class Gated(Recorded):
             return "under torch.func it is called for each sample"
         if ops is None:
             return "the kernels of recurrences are not part of this build"
-        return ops.why_not_fused(self._cells[0].recurrence, x)  # type: ignore[no-any-return]
+        return ops.why_not_fused(self.cells[0].recurrence, x)  # type: ignore[no-any-return]
 
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""
-        cell, weight = self._cells[0], next(self.parameters())
+        cell, weight = self.cells[0], next(self.parameters())
         inputs, recurrent = structure_of(cell.inputs), structure_of(cell.recurrent)
         parts = [f"structure={recurrent!r}"] if recurrent != "dense" else []
         parts += [f"input_structure={inputs!r}"] if inputs != recurrent else []
