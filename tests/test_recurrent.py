@@ -32,7 +32,7 @@ KINDS = {
     "both-ways": dict(structure="monarch", blocks=2, input_structure="dense", bidirectional=True, reset="before"),
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
-each_implementation = pytest.mark.parametrize("implementation", ["naive", "batched"])
+each_implementation = pytest.mark.parametrize("implementation", ["naive", "batched", "auto"])
 LENGTHS = (3, 0, 5, 1)
 
 

@@ -28,6 +28,7 @@ from factorlayer.maths.project import ProjectionError, project, projection_error
 from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, is_dense, structure_of
 from factorlayer.maths.steps import Walk, batched, naive
 from factorlayer.recurrences.cell import KINDS, Cell, Parameters
+from factorlayer.recurrences.layout import cut
 
 OPS = "factorlayer.autograd.recurrent_ops"
 ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else None  # of the fused implementation
@@ -251,6 +252,14 @@ class Gated(Recorded):
         bias, gains = cell.biases(parameters)[1], parameters.get(f"norm_hh{cell.suffix}")
         tensors = gates, initial, weights, bias, starts, walk
         if chosen == "fused":
+            if (
+                starts is not None and restart is not initial and restart is not None
+            ):  # the op knows one state a sequence
+                reverse = cell.recurrence.reverse
+                parts = cut(walk, starts, reverse)
+                assert parts is not None
+                both = torch.cat([restart, initial] if reverse else [initial, restart])
+                tensors = gates, both, weights, bias, starts, parts
             try:
                 return ops.fused(cell.recurrence, *tensors)  # type: ignore[no-any-return]
             except CompileError as error:
@@ -297,7 +306,9 @@ class Gated(Recorded):
         if self._chain.parameters:
             return "its kernels take no activation with parameters"
         if starts_apart:
-            return "its kernels know one state that a sequence begins with and begins again from, and hx is another one"
+            return (
+                "of a PackedSequence's sequences its kernels know one state to begin with and again, and hx is another"
+            )
         if transforms_active() and self.implementation == "auto":
             return "under torch.func it is called for each sample"
         if ops is None:

@@ -109,6 +109,23 @@ def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) ->
     return mask.reshape(-1)
 
 
+def cut(walk: Walk, starts: Tensor, reverse: bool) -> Walk | None:
+    """Every sequence as two, before and behind the step that is the first to begin again: all first ones, then all
+    second ones. None of a walk whose steps are not evenly apart."""
+    if walk.offsets is not None:
+        return None
+    rows, there = walk.rows(starts)
+    begins, steps = starts[rows] & there, torch.arange(walk.steps, device=starts.device)[:, None]
+    lengths = there.sum(0)
+    last, first_one = torch.where(begins, steps + 1, 0), torch.where(begins, steps, lengths)
+    at = last.amax(0) if reverse else first_one.amin(0)
+    first = walk.first
+    if first is None:
+        first = torch.arange(walk.sequences, device=starts.device) * walk.of_sequence
+    behind = torch.cat([first, first + at * walk.of_step])
+    return Walk(2 * walk.sequences, walk.steps, 0, walk.of_step, behind, torch.cat([at, lengths - at]))
+
+
 def ends(starts: Tensor, walk: Walk) -> Tensor:
     """Where a walk from the last step to the first one begins again: at the steps before those that start."""
     rows, there = walk.rows(starts)
