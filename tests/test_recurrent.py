@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from gru import unrolled
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
 
-from factorlayer import Expression, FactorGRU, FactorGRUCell
+from factorlayer import CompileError, Expression, FactorGRU, FactorGRUCell
+from factorlayer.recurrences import gated
 
 KINDS = {
     "dense": dict(),
@@ -176,6 +178,8 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
     y, h = module(normal(0, 3, 5), hx)
     assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
     y.sum().backward()  # which finds nothing to do either
+    y, h = module(normal(0, 3, 5), hx, starts=torch.zeros(0, 3, dtype=torch.bool))
+    assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(4, 0, 5))
     assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
     y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64))
@@ -479,6 +483,37 @@ def test_wrong_input_is_refused(name: str) -> None:
 def test_dropout_of_one_layer_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"dropout=0.5 is between layers, and there is num_layers=1"):
         FactorGRU(5, 6, dropout=0.5)
+
+
+def test_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto warns once and goes on, with the same results; fused raises."""
+
+    def fails(*_: object) -> None:
+        raise CompileError("no compiler")
+
+    module, x = gru("kronecker"), normal(3, 2, 5)
+    right = module(x)
+    monkeypatch.setattr(gated, "ops", SimpleNamespace(fused=fails, why_not_fused=lambda *_: None))
+    monkeypatch.setattr(gated, "_given_up", {})
+    with pytest.warns(
+        RuntimeWarning, match="runs the batched implementation, not the fused one, of gru after;.*no comp"
+    ):
+        torch.testing.assert_close(module(x), right)
+    torch.testing.assert_close(module(x), right)
+    assert "step by step, because fused cannot: no compiler" in module.explain()
+    module.implementation = "fused"
+    with pytest.raises(CompileError, match="no compiler"):
+        module(x)
+
+
+@pytest.mark.skipif(gated.ops is None, reason="the kernels of recurrences are not part of this build")
+def test_what_runs_fused() -> None:
+    for kind in KINDS:
+        module, special = gru(kind), kind in ("norm", "all")
+        assert ("runs fused" in module.explain()) is not special
+        module.implementation = "fused"
+        if not special:
+            assert module(normal(3, 2, 5))[0].shape[:2] == (3, 2)
 
 
 def test_norm_is_no_case_for_the_kernels() -> None:

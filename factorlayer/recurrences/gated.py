@@ -25,7 +25,7 @@ from factorlayer.functional import Implementation, any_autocast, autocast, imple
 from factorlayer.layers import refuse_script
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import ProjectionError, project, projection_error
-from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, is_dense, structure_of
+from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, Recurrence, is_dense, structure_of
 from factorlayer.maths.steps import Walk, batched, naive
 from factorlayer.recurrences.cell import KINDS, Cell, Parameters
 from factorlayer.recurrences.layout import cut
@@ -250,30 +250,24 @@ class Gated(Recorded):
         gates = cell.gates(rows, parameters, self.implementation, self._who)
         weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
         bias, gains = cell.biases(parameters)[1], parameters.get(f"norm_hh{cell.suffix}")
-        tensors = gates, initial, weights, bias, starts, walk
         if chosen == "fused":
-            if (
-                starts is not None and restart is not initial and restart is not None
-            ):  # the op knows one state a sequence
-                reverse = cell.recurrence.reverse
-                parts = cut(walk, starts, reverse)
-                assert parts is not None
-                both = torch.cat([restart, initial] if reverse else [initial, restart])
-                tensors = gates, both, weights, bias, starts, parts
             try:
-                return ops.fused(cell.recurrence, *tensors)  # type: ignore[no-any-return]
+                return _by_op(cell.recurrence, gates, initial, restart, weights, bias, starts, walk)
             except CompileError as error:
                 if self.implementation == "fused":
                     raise
-                warnings.warn(
-                    "factorlayer runs the batched implementation, not the fused one, of "
-                    f"{cell.recurrence.text}: {error}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+                self._give_up(rows, error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
+        tensors = gates, initial, weights, bias, starts, walk
         return step_by_step(cell.recurrence, *tensors, lambda x: activate(activation, x, further), restart, gains)
+
+    def _give_up(self, x: Tensor, error: CompileError) -> None:
+        """So that the next call does not try again."""
+        text = self.cells[0].recurrence.text
+        _given_up[text, x.dtype] = str(error)
+        message = f"factorlayer runs the batched implementation, not the fused one, of {text}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     @property
     def _is_dense_gru(self) -> bool:
@@ -313,7 +307,10 @@ class Gated(Recorded):
             return "under torch.func it is called for each sample"
         if ops is None:
             return "the kernels of recurrences are not part of this build"
-        return ops.why_not_fused(self.cells[0].recurrence, x)  # type: ignore[no-any-return]
+        recurrence = self.cells[0].recurrence
+        if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
+            return _given_up[recurrence.text, x.dtype]
+        return ops.why_not_fused(recurrence, x)  # type: ignore[no-any-return]
 
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""
@@ -344,6 +341,26 @@ class Gated(Recorded):
             if not isinstance(value, nn.Module) and value != default
         ]
         return parts + ([f"dtype={weight.dtype}"] if weight.dtype != torch.get_default_dtype() else [])
+
+
+_given_up: dict[tuple[str, torch.dtype], str] = {}  # recurrences whose CUDA kernels could not be had
+
+
+def _by_op(
+    recurrence: Recurrence,
+    gates: Sequence[Tensor],
+    initial: Tensor,
+    restart: Tensor | None,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    starts: Tensor | None,
+    walk: Walk,
+) -> Tensor:
+    """The op knows one state of a sequence, to begin with and to begin again: with two, each sequence becomes two."""
+    if starts is not None and restart is not None and restart is not initial and walk.steps:
+        walk = cut(walk, starts, recurrence.reverse)
+        initial = torch.cat([restart, initial] if recurrence.reverse else [initial, restart])
+    return ops.fused(recurrence, gates, initial, weights, bias, starts, walk)  # type: ignore[no-any-return]
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

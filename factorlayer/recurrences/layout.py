@@ -109,11 +109,9 @@ def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) ->
     return mask.reshape(-1)
 
 
-def cut(walk: Walk, starts: Tensor, reverse: bool) -> Walk | None:
-    """Every sequence as two, before and behind the step that is the first to begin again: all first ones, then all
-    second ones. None of a walk whose steps are not evenly apart."""
-    if walk.offsets is not None:
-        return None
+def cut(walk: Walk, starts: Tensor, reverse: bool) -> Walk:
+    """Every sequence as two, where it begins again for the first time: all parts of earlier steps, then all of later
+    ones. Of a walk whose steps are evenly apart."""
     rows, there = walk.rows(starts)
     begins, steps = starts[rows] & there, torch.arange(walk.steps, device=starts.device)[:, None]
     lengths = there.sum(0)
