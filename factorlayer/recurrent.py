@@ -83,13 +83,32 @@ class FactorGRU(Gated):
         kind = reset, activation, norm, learned_initial
         cells, names = cells_of("FactorGRU", *sizes, *kind, num_layers, 2 if bidirectional else 1)
         self._build(cells, activation, names, implementation, device, dtype)
+        self.flatten_parameters()
 
     @property
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
+    mode, proj_size = "GRU", 0  # what nn.GRU's flatten_parameters asks for, beside these two:
+
+    @property
+    def _flat_weights_names(self) -> list[str]:
+        kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
+        return [kind + cell.suffix for cell in self.cells for kind in kinds]
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._flat_weights_names]
+
     def flatten_parameters(self) -> None:
-        """nn.GRU's method, which there is nothing to do for."""
+        """nn.GRU's: on a GPU, dense parameters are brought together as cuDNN wants them."""
+        if self._is_dense_gru:
+            nn.GRU.flatten_parameters(self)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FactorGRU:
+        super()._apply(fn, recurse)
+        self.flatten_parameters()
+        return self
 
     def forward(
         self,
@@ -156,8 +175,7 @@ class FactorGRU(Gated):
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
             hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self.cells])
-        kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else [])]
-        flat = [parameters[kind + cell.suffix] for cell in self.cells for kind in kinds]
+        flat = [parameters[name] for name in self._flat_weights_names]
         dropout = self.dropout if self.training else 0.0
         how = flat, self.bias, self.num_layers, dropout, self.training, self.bidirectional
         if walk.lengths is None:

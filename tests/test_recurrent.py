@@ -155,6 +155,20 @@ def test_takes_the_place_of_nn_gru(kind: dict, implementation: str) -> None:
         torch.testing.assert_close((y, h), (y2, h2))
 
 
+def test_flatten_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, nn.GRU's, of what that would flatten; structured parameters stay where they are."""
+    flattened = []
+    monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda self: flattened.append(list(self._flat_weights)))
+    theirs = nn.GRU(5, 6, 2, bidirectional=True)
+    ours = FactorGRU.from_gru(theirs)
+    ours.double()
+    for found, right in zip(flattened[-1], theirs._flat_weights, strict=True):
+        torch.testing.assert_close(found, right.double(), rtol=0, atol=0)
+    flattened.clear()
+    gru("kronecker").float().flatten_parameters()
+    assert not flattened
+
+
 @each_implementation
 def test_dropout_is_between_layers(implementation: str) -> None:
     """Of all of a layer's outputs nothing is left for the next one; in eval mode, nothing is dropped."""
