@@ -18,12 +18,12 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
   m.def("recurrence(Tensor[] gates, Tensor initial, Tensor[] weights, Tensor? bias, Tensor? starts, Tensor? first, "
-        "Tensor? lengths, Tensor? offsets, int[] numbers, str recurrence) -> Tensor");
+        "Tensor? lengths, Tensor? offsets, SymInt[] numbers, str recurrence) -> Tensor");
   m.def("recurrence_backward(Tensor grad_output, Tensor output, Tensor[] gates, Tensor initial, Tensor[] weights, Tensor? bias, "
-        "Tensor? starts, Tensor? first, Tensor? lengths, Tensor? offsets, int[] numbers, str recurrence) -> Tensor[]");
+        "Tensor? starts, Tensor? first, Tensor? lengths, Tensor? offsets, SymInt[] numbers, str recurrence) -> Tensor[]");
   m.def("recurrence_slopes(Tensor[] gates, Tensor before, Tensor[] products, Tensor? bias, str recurrence) -> Tensor[]");
   m.def("recurrence_through(Tensor grad_output, Tensor[] slopes, Tensor initial, Tensor[] weights, Tensor? starts, Tensor? first, "
-        "Tensor? lengths, Tensor? offsets, int[] numbers, bool joined, str recurrence) -> Tensor[]");
+        "Tensor? lengths, Tensor? offsets, SymInt[] numbers, bool joined, str recurrence) -> Tensor[]");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, int memory_rate=0) "

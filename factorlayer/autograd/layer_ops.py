@@ -205,6 +205,12 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
     return y
 
 
+def product(x: Tensor, weights: Sequence[Tensor], text: str) -> Tensor:
+    """What a chain's contractions alone make of rows, unrecorded."""
+    made: Tensor = torch.ops.factorlayer.forward(x, weights, None, text)
+    return made
+
+
 def raise_better(error: RuntimeError, text: str, x: Tensor) -> None:
     """CompileError or OutOfMemoryError, if that is why a raw op failed on a GPU."""
     if x.is_cuda:

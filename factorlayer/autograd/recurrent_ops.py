@@ -396,8 +396,7 @@ def _backward_on_cuda(
 
     def product(gate: int, x: Tensor) -> Tensor:
         mine = weights[gate * count : (gate + 1) * count]
-        made: Tensor = x @ mine[0].t() if about.dense else torch.ops.factorlayer.forward(x, mine, None, about.product)
-        return made
+        return x @ mine[0].t() if about.dense else layer_ops.product(x, mine, about.product)
 
     products = [product(0, before), product(1, before)]
     beside = before

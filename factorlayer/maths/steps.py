@@ -117,8 +117,6 @@ def naive(
     """The states behind all steps, [rows, hidden], like `gates`, which are three of these or one [rows, 3 · hidden].
     Where `starts` [rows] is true, a sequence begins again from `restart`, or its initial state [sequences, hidden]."""
     gates = gates[0].chunk(GATES, dim=-1) if len(gates) == 1 else gates
-    if not (walk.steps and walk.sequences and gates[0].shape[0]):
-        return torch.zeros_like(gates[0])
     restart = initial if restart is None else restart
     rows, there = walk.rows(initial)
     chain, count = recurrence.chain, recurrence.weights
