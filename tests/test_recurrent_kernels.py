@@ -14,9 +14,11 @@ from torch import Tensor
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.recurrent import recurrent, recurrent_backward
+from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import Recurrent
 from factorlayer.kernels.recurrent.recurrent_slopes import RecurrentSlopes
+from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread
+from factorlayer.kernels.recurrent.recurrent_spread_backward import RecurrentSpreadBackward
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -58,6 +60,7 @@ class Case:
     starts: bool = False
     joined: bool = False
     units: int = 0  # of a block, if not what the planner takes
+    spread: int = 0  # features of a block, if several share the matrix
 
     def __str__(self) -> str:
         words = [
@@ -93,6 +96,11 @@ CASES = [
     Case(kronecker(3, 4, 5), "float64", reset="before", ragged=True),
     Case(kronecker(4, 4, 4), "bfloat16", 5, 3, units=2, starts=True),
     Case(kronecker(32, 8), "float16", 1, 9, activation="relu"),
+    Case(dense(24), "bfloat16", 3, 5, spread=8),
+    Case(dense(32), "float32", 18, 4, starts=True, ragged=True, spread=16),
+    Case(dense(21), "float64", 4, 3, ragged=True, spread=8, bias=False),
+    Case(dense(19), "float16", 2, 4, reverse=True, starts=True, spread=8),
+    Case(dense(40), "tf32", 5, 3, joined=True, spread=16, activation="elu"),
 ]
 
 
@@ -153,7 +161,8 @@ def run(
     for size in sizes:
         begins.append(begins[-1] + -(-size // 16) * 16)
     grid = -(-batch // planned.units_per_block), planned.split
-    numbers = [seed, batch, begins[-1], begins[-1] - sum(sizes), planned.shared, planned.threads, 1, *grid]
+    together = planned.split if isinstance(planned, RecurrentSpread) else 1
+    numbers = [seed, batch, begins[-1], begins[-1] - sum(sizes), planned.shared, planned.threads, together, *grid]
     numbers += [int(bias is not None), len(places), begins[-1], *begins[1:-1]]
     (folder / "y").unlink(missing_ok=True)
     done = subprocess.run(
@@ -168,7 +177,11 @@ def run(
     ]
 
 
-def planned(case: Case, backward: bool = False) -> Recurrent:
+def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread:
+    if case.spread:
+        kind = RecurrentSpreadBackward if backward else RecurrentSpread
+        all_of = recurrent_spread.tilings(kind, case.recurrence, case.dtype, case.sequences, GPU)
+        return next(p for p in all_of if p.own == case.spread and p.units == 16)
     module = recurrent_backward if backward else recurrent
     found = module.tile(case.recurrence, case.dtype, case.sequences, GPU)
     if case.units:

@@ -15,7 +15,7 @@ constexpr int MEMORY_CLOCK_RATE = 36, MEMORY_BUS_WIDTH = 37;
 constexpr int MAX_DYNAMIC_SHARED_BYTES = 8;  // an attribute of a function
 constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
-constexpr int CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
+constexpr int COOPERATIVE = 2, CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
 constexpr int LEAST_DRIVER = 12030;            // that captures such launches
 constexpr int MAP_OF_U16 = 1, MAP_OF_TF32 = 11, NO_INTERLEAVE = 0, SWIZZLE_128_BYTES = 3, PROMOTE_128_BYTES = 2, ZEROS_OUTSIDE = 0;
 
@@ -205,13 +205,16 @@ void encode_map(void* to, const void* tensor, bool is_tf32, const int64_t (&size
         "describe a tensor to the copy engine");
 }
 
-void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
+void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, Manner manner,
             Stream stream, void* params, void* maps) {
-  static constexpr LaunchAttribute EARLY{PROGRAMMATIC_SERIALIZATION, {}, {1}};
+  static constexpr LaunchAttribute EARLY{PROGRAMMATIC_SERIALIZATION, {}, {1}}, COOPERATIVE_LAUNCH{COOPERATIVE, {}, {1}};
   void* arguments[] = {params, maps};
   int error = 0;
-  if (early && driver().launch_with) {
-    const LaunchConfig config{grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, &EARLY, 1};
+  if (manner == Manner::together && !driver().launch_with)
+    throw std::runtime_error("factorlayer: this driver is too old to launch blocks that wait for one another; update it");
+  if (manner != Manner::plain && driver().launch_with) {
+    const LaunchAttribute* attribute = manner == Manner::early ? &EARLY : &COOPERATIVE_LAUNCH;
+    const LaunchConfig config{grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, attribute, 1};
     error = driver().launch_with(&config, function, arguments, nullptr);
   } else {
     error = driver().launch_kernel(function, grid_x, grid_y, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);

@@ -55,9 +55,12 @@ int clusters_at_once(Function function, unsigned blocks, unsigned threads, unsig
 void encode_map(void* to, const void* tensor, bool is_tf32, const int64_t (&sizes)[5], const int64_t (&strides)[4],
                 const int64_t (&box)[5]);
 
-// `maps` are what kernels have that take two parameters. `early` blocks start while the kernel before in the stream ends, and
-// have to wait for it themselves; on sm_90 and later.
-void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, bool early,
+// `early` blocks start while the kernel before in the stream ends, and have to wait for it themselves; on sm_90 and later.
+// Blocks `together` are all on the GPU at once, or the launch fails.
+enum class Manner { plain, early, together };
+
+// `maps` are what kernels have that take two parameters.
+void launch(Function function, unsigned grid_x, unsigned grid_y, unsigned threads, unsigned shared_bytes, Manner manner,
             Stream stream, void* params, void* maps);
 
 }  // namespace factorlayer::cuda

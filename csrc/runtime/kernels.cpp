@@ -201,7 +201,11 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
       const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= program.places[i];
       Maps maps(pass, given);
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
-             unsigned(pass.shared_bytes), pass.waits && at_once, stream, &given, &maps);
+             unsigned(pass.shared_bytes),
+             pass.together              ? Manner::together
+             : pass.waits && at_once ? Manner::early
+                                        : Manner::plain,
+             stream, &given, &maps);
       given.weights[pass.beside_place] = params.weights[pass.beside_place];
     }
   }

@@ -50,6 +50,7 @@ struct Pass {
   std::string architecture, kernel, source;
   int64_t cluster;  // blocks of one, along y
   std::vector<TensorMap> maps;
+  bool together;  // whether all blocks of a launch have to be on the GPU at once, as they wait for one another
   bool waits;  // for the kernel before it in the stream, by itself, so that its blocks may start before that has ended
 };
 

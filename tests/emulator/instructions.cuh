@@ -205,6 +205,11 @@ template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES < 
 template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   load_global<BYTES>(from, x, present);
 }
+template <int BYTES> inline void load_now(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4]) {
+  emulator::read_now(from, BYTES);
+  x[0] = 0;
+  memcpy(x, from, BYTES);
+}
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {

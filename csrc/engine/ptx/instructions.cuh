@@ -250,6 +250,17 @@ template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
 }
 // A line of 128 bytes on its way to L2
+// What other blocks write meanwhile, as it is now
+template <int BYTES> DEVICE void load_now(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4]) {
+  if constexpr (BYTES == 16)
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "l"(from) : "memory");
+  else if constexpr (BYTES == 8)
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : TWO("=r", x) : "l"(from) : "memory");
+  else if constexpr (BYTES == 4)
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(x[0]) : "l"(from) : "memory");
+  else
+    asm volatile("{ .reg .u16 h; ld.relaxed.gpu.global.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(x[0]) : "l"(from) : "memory");
+}
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {

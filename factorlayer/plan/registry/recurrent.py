@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_slopes
+from factorlayer.kernels.recurrent import (
+    recurrent,
+    recurrent_backward,
+    recurrent_slopes,
+    recurrent_spread,
+    recurrent_spread_backward,
+)
 from factorlayer.plan.registry.family import Family, Takes
 
 TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, blocks or dense")
@@ -23,6 +29,23 @@ RECURRENT_BACKWARD = Family(
     "recurrent",
     TAKES,
 )
+SPREAD_TAKES = Takes(factors=(1, 1), tied=True, more="dense, reset after the product, on all multiprocessors together")
+RECURRENT_SPREAD = Family(
+    "recurrent spread",
+    "The same of a dense matrix that several blocks share",
+    recurrent_spread.tile,
+    (recurrent_spread.RecurrentSpread, recurrent_spread.RecurrentFill),
+    "recurrent",
+    SPREAD_TAKES,
+)
+RECURRENT_SPREAD_BACKWARD = Family(
+    "recurrent spread backward",
+    "What goes back through a dense matrix that several blocks share",
+    recurrent_spread_backward.tile,
+    (recurrent_spread_backward.RecurrentSpreadBackward,),
+    "recurrent",
+    SPREAD_TAKES,
+)
 RECURRENT_SLOPES = Family(
     "recurrent slopes",
     "What goes back is multiplied by, of all steps at once",
@@ -30,6 +53,6 @@ RECURRENT_SLOPES = Family(
     (recurrent_slopes.RecurrentSlopes,),
     "recurrent",
 )
-OF_RECURRENCE = (RECURRENT,)
-OF_RECURRENCE_BACK = (RECURRENT_BACKWARD,)
+OF_RECURRENCE = (RECURRENT, RECURRENT_SPREAD)
+OF_RECURRENCE_BACK = (RECURRENT_BACKWARD, RECURRENT_SPREAD_BACKWARD)
 OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)

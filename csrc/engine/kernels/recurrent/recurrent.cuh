@@ -12,7 +12,7 @@
 
 template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
   using Base = RecurrentSteps<Pass>;
-  using typename Base::Corners, typename Base::Element, typename Base::Last, typename Base::Real, typename Base::Row, typename Base::State,
+  using typename Base::Corners, typename Base::Element, typename Base::Last, typename Base::Real, typename Base::State,
       typename Base::Two;
   using Base::begin, Base::kWhole, Base::memory, Base::params;
   template <class S> using Sums = typename Base::template Sums<S>;
@@ -21,11 +21,11 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
   DEVICE u32 state_of(u32 step) const { return memory + (Pass::STATES > 1 && !Pass::RESET_BEFORE ? (step & 1) * Pass::kStateBytes : 0); }
 
   DEVICE void run() const {
-    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, input_row = Base::number(Pass::kWalk + 8);
+    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, input_row = number_at(params, Pass::kWalk + 8);
     const Element* const inputs[] = {static_cast<const Element*>(params.x) + part,
-                                     Base::template tensor<Element>(Pass::kInputs) + part,
-                                     Base::template tensor<Element>(Pass::kInputs + 1) + part};
-    const Element* const initial = Base::template tensor<Element>(Pass::kInputs + 2) + part;
+                                     tensor_at<Element>(params, Pass::kInputs) + part,
+                                     tensor_at<Element>(params, Pass::kInputs + 1) + part};
+    const Element* const initial = tensor_at<Element>(params, Pass::kInputs + 2) + part;
     const Element* const bias = static_cast<const Element*>(params.bias) + part;  // maybe of nothing
     Element* const output = static_cast<Element*>(params.y) + part;
     const typename Pass::Gate::Activation gate(params);

@@ -14,7 +14,7 @@
 
 template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
   using Base = RecurrentSteps<Pass>;
-  using typename Base::Corners, typename Base::Element, typename Base::Last, typename Base::Real, typename Base::Row, typename Base::State,
+  using typename Base::Corners, typename Base::Element, typename Base::Last, typename Base::Real, typename Base::State,
       typename Base::Two;
   using Base::begin, Base::kWhole, Base::memory, Base::params;
   template <class S> using Sums = typename Base::template Sums<S>;
@@ -31,17 +31,17 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
   }
 
   DEVICE void run() const {
-    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, gate_row = Base::number(Pass::kWalk + 8);
+    const i64 part = i64(blockIdx.y) * Pass::HIDDEN, gate_row = number_at(params, Pass::kWalk + 8);
     const Element* const inputs[] = {static_cast<const Element*>(params.x) + part,
-                                     Base::template tensor<Element>(Pass::kInputs) + part,
-                                     Base::template tensor<Element>(Pass::kInputs + 1) + part,
-                                     Base::template tensor<Element>(Pass::kInputs + 2) + part,
-                                     Base::template tensor<Element>(Pass::kInputs + 3) + part,
-                                     Base::template tensor<Element>(Pass::kInputs + 4) + part};
-    Element* const gates[] = {static_cast<Element*>(params.y) + part, Base::template tensor<Element>(Pass::kOutputs) + part,
-                              Base::template tensor<Element>(Pass::kOutputs + 1) + part};
-    Element* const beside = Base::template tensor<Element>(Pass::kOutputs + 2) + part;
-    Element* const grad_initial = Base::template tensor<Element>(Pass::kOutputs + 3 - Pass::RESET_BEFORE) + part;
+                                     tensor_at<Element>(params, Pass::kInputs) + part,
+                                     tensor_at<Element>(params, Pass::kInputs + 1) + part,
+                                     tensor_at<Element>(params, Pass::kInputs + 2) + part,
+                                     tensor_at<Element>(params, Pass::kInputs + 3) + part,
+                                     tensor_at<Element>(params, Pass::kInputs + 4) + part};
+    Element* const gates[] = {static_cast<Element*>(params.y) + part, tensor_at<Element>(params, Pass::kOutputs) + part,
+                              tensor_at<Element>(params, Pass::kOutputs + 1) + part};
+    Element* const beside = tensor_at<Element>(params, Pass::kOutputs + 2) + part;
+    Element* const grad_initial = tensor_at<Element>(params, Pass::kOutputs + 3 - Pass::RESET_BEFORE) + part;
     const Corners corners = Base::corners();
 
     State g, of_initial;

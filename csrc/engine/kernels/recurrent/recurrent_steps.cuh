@@ -14,8 +14,7 @@
 //       from a sequence's last one to its first one
 #pragma once
 #include "kernels/chain.cuh"
-
-constexpr int kGates = 3;  // reset, update, candidate
+#include "kernels/recurrent/recurrent_rows.cuh"
 
 // Where the last contraction of a step reads what others have made for it: of the first gate, and from one gate to the next
 struct Gathered {
@@ -41,60 +40,8 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   DEVICE RecurrentSteps(const Params& p)
       : Base(p), shared(shared_address(shared_memory)), begin(i64(blockIdx.x) * Pass::UNITS) {}
 
-  // Tensors and numbers in the places behind the weights
-  template <class T> DEVICE T* tensor(int i) const { return static_cast<T*>(const_cast<void*>(params.weights[i])); }
-  DEVICE i64 number(int i) const { return reinterpret_cast<i64>(params.weights[i]); }
-
-  // Where the rows of sequences lie: maths/steps.py's Walk, and whether a sequence begins again at a row. What these say of rows
-  // that tensors have not is left out.
-  struct Walk {
-    const unsigned char* starts;
-    const i64 *first, *lengths, *offsets;
-    i64 steps, of_sequence, of_step, rows;
-    DEVICE explicit Walk(const RecurrentSteps& r)
-        : starts(r.tensor<unsigned char>(Pass::kWalk)), first(r.tensor<i64>(Pass::kWalk + 1)),
-          lengths(r.tensor<i64>(Pass::kWalk + 2)), offsets(r.tensor<i64>(Pass::kWalk + 3)), steps(r.number(Pass::kWalk + 4)),
-          of_sequence(r.number(Pass::kWalk + 5)), of_step(r.number(Pass::kWalk + 6)), rows(r.number(Pass::kWalk + 7)) {}
-    DEVICE i64 length(i64 sequence) const { return lengths && lengths[sequence] < steps ? lengths[sequence] : steps; }
-    DEVICE i64 offset(i64 step) const { return offsets ? offsets[step] : step * of_step; }
-  };
-
-  // The rows of one sequence, which a thread reads ahead: an offset, what begins at its row, and a code of both, step after step.
-  // A code is 0 behind the last step, or twice the row, and 2, with one more where the sequence begins again.
-  struct Ahead {
-    const Walk& walk;
-    i64 length, first, offset, code = 0;
-    unsigned char starts = 0;
-    DEVICE Ahead(const Walk& walk, i64 sequence, bool there)
-        : walk(walk), length(there ? walk.length(sequence) : 0),
-          first(there && walk.first ? walk.first[sequence] : sequence * walk.of_sequence), offset(offset_of(0)) {}
-    DEVICE i64 offset_of(i64 step) const { return step < length ? walk.offset(Pass::DOWN ? length - 1 - step : step) : 0; }
-    // What is known of the step before `step` is handed on, and what is to be known of `step` asked for.
-    DEVICE i64 advance(i64 step) {
-      const i64 known = code + (starts != 0), row = first + offset;
-      const bool there = step < length && row >= 0 && row < walk.rows;
-      code = there ? 2 * row + 2 : 0;
-      starts = there && walk.starts ? walk.starts[row] : 0;
-      offset = offset_of(step + 1);
-      return known;
-    }
-  };
-  DEVICE u32 code_address(u32 step, int unit) const { return shared + Pass::kRowsAt + (step % kCodes * Pass::UNITS + unit) * 8; }
-  DEVICE void publish(u32 step, int unit, i64 code) const {
-    UNROLL for (int i = 0; i < 2; ++i) store_shared(code_address(step, unit) + i * 4, u32(code >> i * 32));
-  }
-  // What a step is to a sequence
-  struct Row {
-    i64 code;
-    DEVICE bool there() const { return code != 0; }
-    DEVICE bool starts() const { return code & 1; }
-    DEVICE i64 at(i64 row) const { return (code / 2 - 1) * row; }
-  };
-  DEVICE Row row(u32 step, int unit) const {
-    u32 words[2];
-    load_u32x2(code_address(step, unit), words);
-    return {i64(u64(words[1]) << 32 | words[0])};
-  }
+  DEVICE Rows<Pass::UNITS, kCodes> rows() const { return {shared + Pass::kRowsAt}; }
+  DEVICE Row row(u32 step, int unit) const { return rows().of(step, unit); }
 
   // Two neighbouring features of a lane: the place of the first among those of the tile, where its stream and its state lie, and
   // whether they are there. Those of a warp tile lie at constants behind its first ones.
@@ -249,23 +196,13 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     }
   }
 
-  // Steps of the longest of the block's sequences
-  DEVICE u32 longest(const Walk& walk) const {
-    i64 most = 0;
-    for (int unit = 0; unit < Pass::UNITS && begin + unit < units; ++unit) {
-      const i64 length = walk.length(begin + unit);
-      if (length > most) most = length;
-    }
-    return u32(most);
-  }
-
   // What the loading warps do: `load(to, stream, row, unit)` brings a row of a stream, and `loader(thread)` is what does so.
   template <class Loader> DEVICE void bring(const Walk& walk, u32 steps, const Loader& loader) const {
     const int thread = threadIdx.x - kBlock;
     const auto load = loader(thread);
     const bool reads_rows = thread < Pass::UNITS;
     static_assert(Pass::UNITS <= Pass::LOADERS * 32);
-    Ahead ahead(walk, begin + thread, reads_rows && begin + thread < units);
+    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
     const auto bring_step = [&](u32 step) {
       for (int unit = 0; unit < Pass::UNITS; ++unit) {
         const Row mine = row(step, unit);
@@ -276,7 +213,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     };
     ahead.advance(0);
     for (u32 step = 0; step < kCodes - 1; ++step)
-      if (const i64 code = ahead.advance(step + 1); reads_rows) publish(step, thread, code);
+      if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
     sync_loaders();
     for (u32 step = 0; step < Pass::SLOTS; ++step) bring_step(step);
     wait_for_copies<Pass::SLOTS - 1>();
@@ -285,7 +222,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
       UNROLL for (int i = 1; i < Pass::BARRIERS; ++i) __syncthreads();
       wait_for_copies<Pass::SLOTS - 2>();
       __syncthreads();
-      if (const i64 code = ahead.advance(step + kCodes); reads_rows) publish(step + kCodes - 1, thread, code);
+      if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
       bring_step(step + Pass::SLOTS);
     }
     wait_for_copies<0>();
@@ -299,8 +236,8 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
 
   // One step after another: loading warps bring what the others, once they are `ready`, go on with.
   template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
-    const Walk walk(*this);
-    const u32 steps = longest(walk);
+    const Walk walk(params, Pass::kWalk);
+    const u32 steps = walk.longest(begin, Pass::UNITS, units);
     if (threadIdx.x >= kBlock) {
       UNROLL for (int i = 0; i < (Math::kRounds ? 3 : 2); ++i) __syncthreads();  // of weights and zeros
       bring(walk, steps, loader);

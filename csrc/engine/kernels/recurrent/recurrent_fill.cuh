@@ -1,0 +1,41 @@
+// All bits of the rows that sequences have, set: what spread.cuh's blocks hand on in these rows is there when it is something else.
+//
+// Pass: Element; THREADS, HIDDEN, DOWN false; kWalk (recurrent_rows.cuh), behind which is what lies between rows of gates; kOutputs, and
+//       BACKWARD: whether it is y's rows alone, or, backward, those of gradients of reset and update (y and the first output) and of
+//       the candidate's product (the third)
+#pragma once
+#include "kernels/recurrent/recurrent_rows.cuh"
+#include "move/memory.cuh"
+
+template <class Pass> struct RecurrentFill {
+  using Element = typename Pass::Element;
+  const Params& params;
+  DEVICE explicit RecurrentFill(const Params& p) : params(p) {}
+
+  DEVICE void fill(void* tensor, i64 first) const {
+    constexpr int kWord = Pass::HIDDEN * sizeof(Element) % 4 ? 2 : 4, kCount = Pass::HIDDEN * int(sizeof(Element)) / kWord;
+    char* const to = static_cast<char*>(tensor) + first * i64(sizeof(Element));
+    for (int i = threadIdx.x; i < kCount; i += Pass::THREADS) {
+      if constexpr (kWord == 4)
+        store_global(reinterpret_cast<u32*>(to) + i, ~0u);
+      else
+        store_global(reinterpret_cast<unsigned short*>(to) + i, static_cast<unsigned short>(0xffff));
+    }
+  }
+  DEVICE void run() const {
+    const Walk walk(params, Pass::kWalk);
+    const i64 sequence = blockIdx.x, gate_row = number_at(params, Pass::kWalk + 8), length = walk.length(sequence);
+    const i64 first = walk.first ? walk.first[sequence] : sequence * walk.of_sequence;
+    for (i64 step = blockIdx.y; step < length; step += gridDim.y) {
+      const i64 row = first + walk.offset(step);
+      if (row < 0 || row >= walk.rows) continue;
+      if constexpr (Pass::BACKWARD) {
+        fill(params.y, row * gate_row);
+        fill(tensor_at<void>(params, Pass::kOutputs), row * gate_row);
+        fill(tensor_at<void>(params, Pass::kOutputs + 2), row * Pass::HIDDEN);
+      } else {
+        fill(params.y, row * Pass::HIDDEN);
+      }
+    }
+  }
+};

@@ -1,0 +1,89 @@
+// Back through a gated recurrent unit with a dense recurrent matrix that no multiprocessor holds, by slopes: recurrent_backward.cuh has
+// the formulas, of a reset behind the product, and names the tensors. spread.cuh's blocks hand on what comes back to the products of
+// the three gates, in the gradients of reset and update, and in that of the candidate's product.
+#pragma once
+#include "kernels/recurrent/spread.cuh"
+
+template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
+  using Base = Spread<Pass>;
+  using typename Base::Element, typename Base::Real, typename Base::Two;
+  using Base::kRounds, Base::params, Base::part;
+  DEVICE explicit RecurrentSpreadBackward(const Params& p) : Base(p) {}
+
+  enum { grad_y, of_reset, of_update, of_candidate, reset, kept, STREAMS };
+
+  DEVICE void run() const {
+    const i64 gate_row = number_at(params, Pass::kWalk + 8);
+    const Element* streams[STREAMS] = {static_cast<const Element*>(params.x) + part};
+    UNROLL for (int i = 1; i < STREAMS; ++i) streams[i] = tensor_at<Element>(params, Pass::kInputs + i - 1) + part;
+    Element* const gates[] = {static_cast<Element*>(params.y), tensor_at<Element>(params, Pass::kOutputs),
+                              tensor_at<Element>(params, Pass::kOutputs + 1)};
+    Element* const product = tensor_at<Element>(params, Pass::kOutputs + 2);
+    Element* const grad_initial = tensor_at<Element>(params, Pass::kOutputs + 3);
+
+    Real g[kRounds][2], of_initial[kRounds][2], next[kRounds][STREAMS][2];
+    const auto read_streams = [&](u32 step, i64 begin) {
+      UNROLL for (int round = 0; round < kRounds; ++round) {
+        const Two two = Base::two(round, begin);
+        const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+        UNROLL for (int i = 0; i < STREAMS; ++i)
+          if (two.first && row.there()) Base::read(streams[i] + row.at(Pass::HIDDEN) + two.feature, two, next[round][i]);
+      }
+    };
+    const auto begin_group = [&](i64 begin) {
+      UNROLL for (int round = 0; round < kRounds; ++round)
+        UNROLL for (int i = 0; i < 2; ++i) g[round][i] = of_initial[round][i] = 0;
+      read_streams(0, begin);
+    };
+    Base::walk(
+        begin_group,
+        [&](u32 step, i64 begin, const auto& read_rows) {
+          UNROLL for (int round = 0; round < kRounds; ++round) {
+            const Two two = Base::two(round, begin);
+            const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+            if (!two.first || !row.there()) continue;
+            Real grad[2], a[2];
+            const auto& x = next[round];
+            UNROLL for (int i = 0; i < 2; ++i) grad[i] = x[grad_y][i] + g[round][i], g[round][i] = grad[i] - x[kept][i] * grad[i];
+            UNROLL for (int gate = kGates - 1; gate >= 0; --gate) {
+              UNROLL for (int i = 0; i < 2; ++i) a[i] = x[of_reset + gate][i] * grad[i];
+              Base::give(gates[gate] + row.at(gate_row) + part + two.feature, two, a[0], a[1]);
+              if (gate < 2) continue;
+              UNROLL for (int i = 0; i < 2; ++i) a[i] *= x[reset][i];
+              Base::give(product + row.at(Pass::HIDDEN) + part + two.feature, two, a[0], a[1]);
+            }
+          }
+          read_streams(step + 1, begin);
+          Base::gather(
+              [&](int gate, int unit) -> const Element* {
+                const Row row = Base::rows().of(step, unit);
+                if (!row.there()) return nullptr;
+                return gate < 2 ? gates[gate] + row.at(gate_row) : product + row.at(Pass::HIDDEN);
+              },
+              [](int) { return true; });
+          __syncthreads();
+          Base::multiply_slice();
+          __syncthreads();
+          UNROLL for (int round = 0; round < kRounds; ++round) {
+            const Two two = Base::two(round, begin);
+            const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+            if (!two.first || !row.there()) continue;
+            Real sums[2];
+            Base::added_up(0, two.unit, two.feature, sums);
+            UNROLL for (int i = 0; i < 2; ++i) {
+              g[round][i] += sums[i];
+              if (row.starts()) of_initial[round][i] += g[round][i], g[round][i] = 0;
+            }
+          }
+          read_rows();
+        },
+        [&](i64 begin) {
+          UNROLL for (int round = 0; round < kRounds; ++round) {
+            const Two two = Base::two(round, begin);
+            if (two.first)
+              Base::give(grad_initial + (begin + two.unit) * Pass::HIDDEN + part + two.feature, two, g[round][0] + of_initial[round][0],
+                         g[round][1] + of_initial[round][1]);
+          }
+        });
+  }
+};

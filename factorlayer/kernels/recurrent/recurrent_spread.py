@@ -1,0 +1,198 @@
+"""A gated recurrent unit with a dense recurrent matrix that several blocks share: what recurrent_spread.cuh is told."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.recurrent.recurrent import (
+    NUMBER_BYTES,
+    OF_INSTRUCTION,
+    OF_PRODUCT,
+    STEPS,
+    function_type,
+)
+from factorlayer.kernels.resident import stage_type
+from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, row_step
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.recurrence import GATES, Recurrence
+
+TOGETHER = "// All blocks are on the GPU at once.\n"  # as csrc/runtime/plan.cpp has it
+WARPS = 8
+OWN = (8, 16, 24, 32, 48, 64)  # features of a block
+SEQUENCES = (16, 32, 64)  # of a block at once
+STEPS_HELD = 4  # whose rows are known
+HANDED_ON_US = 0.9  # from what a block has made to what another one reads of it
+INPUTS, STREAMS = 3, 6  # tensors that a step reads, forward and back
+
+
+@dataclass(frozen=True)
+class RecurrentSpread(Pass):
+    """A pass, tiled: `own` features of the state for each block along y, `units` sequences along x at once."""
+
+    recurrence: Recurrence
+    dtype: str
+    own: int
+    units: int
+    gpu: Gpu
+    us: float = 0.0
+
+    threads = 32 * WARPS
+    units_per_sample = 1
+    handed, summed = 1, GATES  # tensors of states that blocks hand on, and gates whose sums stay apart
+    turned = goes_down = False
+    title = "recurrent, spread"
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrence.hidden
+
+    @property
+    def split(self) -> int:
+        return -(-self.hidden // self.own)
+
+    def us_of(self, batch: int) -> float:
+        groups = -(-batch // self.units)
+        return STEPS * self.step_us * -(-groups // (self.gpu.sms // self.split))
+
+    def source(self, name: str) -> str:
+        return super().source(name) + TOGETHER
+
+    # Shared memory: where rows lie, weights, states, and what warps have summed
+
+    @property
+    def slice(self) -> Stage:
+        """The contraction of a warp."""
+        p = round_up(-(-self.hidden // WARPS), 16)
+        nt = 2 if self.own % 16 == 0 else 1
+        return Stage(p, self.own, 1, self.units, 1, nt, self.dtype)
+
+    @property
+    def row(self) -> int:
+        """Elements from a row of states, or of a weight, to the next."""
+        return row_step(WARPS * self.slice.p, self.dtype)
+
+    @property
+    def rows_bytes(self) -> int:
+        return round_up(STEPS_HELD * self.units * NUMBER_BYTES, 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(GATES * self.own * self.row * self.size, 128)
+
+    @property
+    def states_at(self) -> int:
+        return self.rows_bytes + self.weight_bytes
+
+    @property
+    def sums_at(self) -> int:
+        return self.states_at + round_up(self.handed * self.units * self.row * self.size, 128)
+
+    @property
+    def shared(self) -> int:
+        return self.sums_at + WARPS * self.summed * self.units * self.own * max(4, self.size)
+
+    @property
+    def details(self) -> str:
+        return f"{self.own} features a block, {self.split} blocks for {self.units} sequences"
+
+    @property
+    def step_us(self) -> float:
+        """Microseconds of a step of the sequences that a block has at once."""
+        gpu, stage = self.gpu, self.slice
+        steps = -(-stage.p // (16 if self.size == 2 else 8))
+        of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
+        each = steps * (of_a + stage.nt * of_b + stage.nt * of_product)
+        rounds = stage.tiles * GATES
+        products = rounds * (steps * OF_PRODUCT / 2 + each * OF_INSTRUCTION) / gpu.rates.cycles
+        gathered = self.handed * self.units * self.hidden * self.size
+        return HANDED_ON_US + gathered / gpu.rates.l2_bytes + products
+
+    # What its kernel is told
+
+    @property
+    def walk_at(self) -> int:
+        return GATES + INPUTS
+
+    @property
+    def told(self) -> list[str]:
+        stage, even = self.slice, self.hidden % 2 == 0
+        told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
+        told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "HIDDEN": self.hidden}
+        told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
+        told |= {"ROW": self.row, "DOWN": self.goes_down != self.recurrence.reverse, "TURNED": self.turned}
+        told |= {"kInputs": GATES, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}
+        told |= {"kBarrierBytes": self.rows_bytes, "kWeightBytes": self.weight_bytes, "kGroupBytes": 0}
+        told |= {"kStatesAt": self.states_at, "kSumsAt": self.sums_at, "Activation": "identity"}
+        layouts = Layout(stage.p, 1, self.row, 1), Layout(self.own, 1, self.own, 1)
+        told |= {"Slice": stage_type(stage, *layouts, 0, -1, stride=self.row), "FirstStage": "Slice", "AlsoRaw": "void"}
+        told |= {"Output": f"Region<1, {self.own}, 1, {self.own}, 0, 1>"}
+        loading = function("load_weights(const C& c)", ["c.load_own();"])
+        return [*kinds(self.dtype), *constants(told), *self.functions, *loading]
+
+    @property
+    def functions(self) -> list[str]:
+        return [
+            function_type("Gate", "sigmoid", self.dtype),
+            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
+        ]
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return RecurrentFill(self, self.dtype, self.gpu), self
+
+
+@dataclass(frozen=True)
+class RecurrentFill(Pass):
+    """A pass that sets all bits of what blocks hand on."""
+
+    of: RecurrentSpread
+    dtype: str
+    gpu: Gpu
+
+    threads, shared = 256, 0
+    units_per_sample, units_per_block, blocks_per_sm, split = 1, 1, 0, 8
+    title, details = "recurrent, fill", "of what blocks hand on"
+    writes = "y"
+
+    @property
+    def us(self) -> float:
+        return self.us_of(1)
+
+    def us_of(self, batch: int) -> float:
+        moved = batch * STEPS * self.of.handed * self.of.hidden * self.size
+        return self.gpu.rates.behind_us + moved / (self.gpu.memory_bytes * self.gpu.sms)
+
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"Element": ELEMENT[self.dtype], "THREADS": self.threads, "HIDDEN": self.of.hidden}
+        told |= {"kWalk": self.of.walk_at, "kOutputs": self.of.walk_at + 9, "BACKWARD": self.of.handed > 1}
+        return constants(told)
+
+    header = "recurrent_fill"
+
+
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
+    return min(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+
+
+def tilings(
+    family: type[RecurrentSpread], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu
+) -> Iterator[RecurrentSpread]:
+    chain = recurrence.chain
+    if not chain.is_dense or chain.parameters or recurrence.reset != "after" or gpu.arch < 70:
+        return
+    for own, units in itertools.product(OWN, SEQUENCES):
+        if units > SEQUENCES[0] and units >= 2 * batch:
+            continue
+        plan = family(recurrence, dtype, own, units, gpu)
+        if plan.split <= gpu.sms and plan.shared <= gpu.shared:
+            yield replace(plan, us=plan.us_of(batch))
