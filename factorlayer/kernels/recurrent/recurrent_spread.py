@@ -98,7 +98,7 @@ class RecurrentSpread(Pass):
 
     @property
     def shared(self) -> int:
-        return self.sums_at + WARPS * self.summed * self.units * self.own * max(4, self.size)
+        return self.sums_at + WARPS * (self.summed * self.units * self.own * max(4, self.size) + 64)
 
     @property
     def details(self) -> str:

@@ -27,7 +27,7 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
     const auto read_inputs = [&](u32 step, i64 begin) {
       UNROLL for (int round = 0; round < kRounds; ++round) {
         const Two two = Base::two(round, begin);
-        const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+        const Row row = Base::rows().of(step, two.unit);
         UNROLL for (int g = 0; g < kGates; ++g)
           if (two.first && row.there()) Base::read(inputs[g] + row.at(input_row) + two.feature, two, next[round][g]);
       }
@@ -62,10 +62,10 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
           __syncthreads();
           UNROLL for (int round = 0; round < kRounds; ++round) {
             const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.first ? two.unit : 0);
-            if (!two.first || !row.there()) continue;
+            const Row row = Base::rows().of(step, two.unit);
             Real sums[kGates][2], made[2];
             UNROLL for (int g = 0; g < kGates; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
+            if (!two.first || !row.there()) continue;
             UNROLL for (int i = 0; i < 2; ++i) {
               Real product = sums[2][i];
               if constexpr (Pass::HAS_BIAS) product += own_bias[round][i];

@@ -25,7 +25,7 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
     const auto read_streams = [&](u32 step, i64 begin) {
       UNROLL for (int round = 0; round < kRounds; ++round) {
         const Two two = Base::two(round, begin);
-        const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+        const Row row = Base::rows().of(step, two.unit);
         UNROLL for (int i = 0; i < STREAMS; ++i)
           if (two.first && row.there()) Base::read(streams[i] + row.at(Pass::HIDDEN) + two.feature, two, next[round][i]);
       }
@@ -40,7 +40,7 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
         [&](u32 step, i64 begin, const auto& read_rows) {
           UNROLL for (int round = 0; round < kRounds; ++round) {
             const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.first ? two.unit : 0);
+            const Row row = Base::rows().of(step, two.unit);
             if (!two.first || !row.there()) continue;
             Real grad[2], a[2];
             const auto& x = next[round];
@@ -66,10 +66,10 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
           __syncthreads();
           UNROLL for (int round = 0; round < kRounds; ++round) {
             const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.first ? two.unit : 0);
-            if (!two.first || !row.there()) continue;
+            const Row row = Base::rows().of(step, two.unit);
             Real sums[2];
             Base::added_up(0, two.unit, two.feature, sums);
+            if (!two.first || !row.there()) continue;
             UNROLL for (int i = 0; i < 2; ++i) {
               g[round][i] += sums[i];
               if (row.starts()) of_initial[round][i] += g[round][i], g[round][i] = 0;

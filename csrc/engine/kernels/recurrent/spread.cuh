@@ -25,9 +25,11 @@ template <class Pass> struct Spread : Chain<Pass> {
   using Real = Sum<Element>;
   using S = typename Pass::Slice;
   template <class Stage> using Sums = typename Base::template Sums<Stage>;
-  static constexpr int kCodes = 4, kOfSequence = Pass::OWN / 2, kPairs = Pass::UNITS * kOfSequence, kRounds = ceil_div(kPairs, kBlock);
+  static constexpr int kLanes = 4;  // that add up what warps have summed of two features, and the first of which goes on with them
+  static constexpr int kCodes = 4, kOfSequence = Pass::OWN / 2, kPairs = Pass::UNITS * kOfSequence;
+  static constexpr int kRounds = ceil_div(kPairs * kLanes, kBlock);
   static constexpr int kRowBytes = Pass::HIDDEN * kSize;
-  static constexpr int kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
+  static constexpr int kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;  // bytes at once
   static constexpr int kWords = kPiece < 4 ? 1 : kPiece / 4, kOfRow = kRowBytes / kPiece;
   const u32 shared;
   const int part;  // the first of the block's features
@@ -56,69 +58,71 @@ template <class Pass> struct Spread : Chain<Pass> {
     }
   }
 
+  // Whether some number is not there yet: of 16 bits, two neighbours come by one store.
   DEVICE static bool is_missing(const u32 (&words)[kWords]) {
-    if constexpr (kSize == 8) {
-      bool missing = false;
+    bool missing = false;
+    if constexpr (kSize == 8)
       UNROLL for (int i = 0; i < kWords; i += 2) missing |= (words[i] & words[i + 1]) == ~0u;
-      return missing;
-    } else if constexpr (kSize == 4) {
-      bool missing = false;
+    else if constexpr (kSize == 4 || Pass::PAIRED)
       UNROLL for (int i = 0; i < kWords; ++i) missing |= words[i] == ~0u;
-      return missing;
-    } else {
-      bool missing = false;
-      UNROLL for (int i = 0; i < kWords; ++i) missing |= words[i] >= 0xffff0000u || (kPiece >= 4 && (words[i] & 0xffff) == 0xffff);
-      if (kPiece < 4) missing = (words[0] & 0xffff) == 0xffff;
-      return missing;
+    else
+      missing = (words[0] & 0xffff) == 0xffff;
+    return missing;
+  }
+  // Rows that blocks hand on, to shared memory, some of them by each warp; from(tensor, sequence) is where one begins, or null, and
+  // handed_on(sequence) whether it may not be there yet.
+  template <class From, class HandedOn> DEVICE void gather(const From& from, const HandedOn& handed_on) const {
+    constexpr int kAll = Pass::HANDED * Pass::UNITS, kOfLane = ceil_div(kOfRow, 32), kMost = kWords > 2 ? 12 : 16;
+    constexpr int kAtOnce = kOfLane < kMost ? kMost / kOfLane : 1, kSome = kOfLane < kMost ? kOfLane : kMost;
+    ROLL for (int begin = warp; begin < kAll; begin += kAtOnce * Pass::WARPS) {
+      ROLL for (int piece = lane.index; piece < kOfRow; piece += kSome * 32) {
+        const Element* at[kAtOnce];
+        u32 words[kAtOnce][kSome][kWords];
+        const auto is_there = [&](int i) { return kOfRow % 32 == 0 && kOfLane % kSome == 0 ? true : piece + i * 32 < kOfRow; };
+        const auto load = [&](int r, int i) { load_now<kPiece>(at[r] + i * 32 * (kPiece / kSize), words[r][i]); };
+        UNROLL for (int r = 0; r < kAtOnce; ++r) {
+          const int row = begin + r * Pass::WARPS;
+          at[r] = row < kAll ? from(row / Pass::UNITS, row % Pass::UNITS) : nullptr;
+          if (!at[r]) continue;
+          at[r] += piece * (kPiece / kSize);
+          UNROLL for (int i = 0; i < kSome; ++i)
+            if (is_there(i)) load(r, i);
+        }
+        UNROLL for (int r = 0; r < kAtOnce; ++r) {
+          const int row = begin + r * Pass::WARPS;
+          if (!at[r]) continue;
+          for (bool again = handed_on(row % Pass::UNITS); again;) {
+            again = false;
+            UNROLL for (int i = 0; i < kSome; ++i)
+              if (is_there(i) && is_missing(words[r][i])) load(r, i), again = true;
+          }
+          const u32 to = states(0) + row * Pass::ROW * kSize + piece * kPiece;
+          UNROLL for (int i = 0; i < kSome; ++i)
+            if (is_there(i)) keep(to + i * 32 * kPiece, words[r][i]);
+        }
+      }
     }
   }
-  // Rows that blocks hand on, to shared memory; from(tensor, sequence) is where one begins, or null, and handed_on(sequence) whether
-  // it may not be there yet.
-  template <class From, class HandedOn> DEVICE void gather(const From& from, const HandedOn& handed_on) const {
-    constexpr int kAll = Pass::HANDED * Pass::UNITS * kOfRow, kTogether = ceil_div(kAll, kBlock) < 8 ? ceil_div(kAll, kBlock) : 8;
-    ROLL for (int begin = threadIdx.x; begin < kAll; begin += kTogether * kBlock) {
-      const Element* at[kTogether];
-      u32 to[kTogether], words[kTogether][kWords];
-      bool waits[kTogether];
-      UNROLL for (int i = 0; i < kTogether; ++i) {
-        const int j = begin + i * kBlock, row = j / kOfRow, piece = j % kOfRow, unit = row % Pass::UNITS;
-        at[i] = j < kAll ? from(row / Pass::UNITS, unit) : nullptr;
-        waits[i] = at[i] && handed_on(unit);
-        if (at[i]) at[i] += piece * (kPiece / kSize);
-        to[i] = states(0) + row * Pass::ROW * kSize + piece * kPiece;
-      }
-      UNROLL for (int i = 0; i < kTogether; ++i)
-        if (at[i]) load_now<kPiece>(at[i], words[i]);
-      for (bool again = true; again;) {
-        again = false;
-        UNROLL for (int i = 0; i < kTogether; ++i)
-          if (waits[i] && is_missing(words[i])) load_now<kPiece>(at[i], words[i]), again = true;
-      }
-      UNROLL for (int i = 0; i < kTogether; ++i)
-        if (at[i]) {
-          if constexpr (kPiece == 2)
-            store_shared(to[i], static_cast<unsigned short>(words[i][0]));
-          else
-            UNROLL for (int w = 0; w < kWords; ++w) store_shared(to[i] + w * 4, words[i][w]);
-        }
-    }
+  DEVICE static void keep(u32 to, const u32 (&words)[kWords]) {
+    if constexpr (kPiece == 16)
+      store_u32x4(to, words);
+    else if constexpr (kPiece == 2)
+      store_shared(to, static_cast<unsigned short>(words[0]));
+    else
+      UNROLL for (int w = 0; w < kWords; ++w) store_shared(to + w * 4, words[w]);
   }
 
+  static constexpr int kSumsOfWarp = Pass::SUMMED * Pass::UNITS * Pass::OWN * int(sizeof(Real)) + 64;  // bytes, in other banks each
   DEVICE u32 sums_address(int warp, int gate, int unit, int feature) const {
-    return shared + Pass::kSumsAt + (((warp * Pass::SUMMED + gate) * Pass::UNITS + unit) * Pass::OWN + feature) * int(sizeof(Real));
+    return shared + Pass::kSumsAt + warp * kSumsOfWarp + ((gate * Pass::UNITS + unit) * Pass::OWN + feature) * int(sizeof(Real));
   }
-  // A warp's slice of the products, of all gates, which may be summed together
+  // A warp's slice of the products, step by step of all gates, so that none waits for its own last one; gates may be summed together.
   DEVICE void multiply_slice() const {
     const u32 behind = warp * S::P * kSize;
     UNROLL for (int tile = 0; tile < S::TILES; ++tile) {
-      Sums<S> y[Pass::SUMMED] = {};
-      UNROLL for (int gate = 0; gate < kGates; ++gate) {
-        Sums<S> made = {};
-        const u32 state = states(Pass::HANDED > 1 ? gate : 0) + behind, weight = Base::template weight_address<S>(gate) + behind;
-        Base::template multiply<S>(made, tile, state, weight);
-        if constexpr (Math::kRepairs) Base::template repair<S>(made, tile, state, weight);
-        add_sums(y[gate % Pass::SUMMED], made);
-      }
+      Sums<S> y[kGates] = {};
+      products(y, tile, behind);
+      if constexpr (Pass::SUMMED == 1) add_sums(y[0], y[1]), add_sums(y[0], y[2]);
       const auto [row, o, i] = Base::template corner<S>(tile);
       UNROLL for (int gate = 0; gate < Pass::SUMMED; ++gate)
         UNROLL for (int h = 0; h < 2 * S::MT; ++h)
@@ -130,22 +134,60 @@ template <class Pass> struct Spread : Chain<Pass> {
           }
     }
   }
+  DEVICE void products(Sums<S> (&y)[kGates], int tile, u32 behind) const {
+    const auto state = [&](int gate) { return states(Pass::HANDED > 1 ? gate : 0) + behind; };
+    const auto weight = [&](int gate) { return Base::template weight_address<S>(gate) + behind; };
+    const auto [row, o, i] = Base::template corner<S>(tile);
+    constexpr int kSteps = S::PP / Math::kStep, kFlush = Math::kFlush > 0 ? Math::kFlush : kSteps;
+    static_assert(S::PP % Math::kStep == 0);
+    u32 a[kGates], b[kGates][S::NT];
+    UNROLL for (int g = 0; g < kGates; ++g) {
+      a[g] = state(g) + row * S::In::ROW * kSize + Math::template lane_row_a<S::In::ROW>(lane);
+      b[g][0] = weight(g) + i * S::W_STRIDE * kSize + Math::template lane_row_b<S::W_STRIDE>(lane);
+    }
+    UNROLL_BY(kFlush < 4 ? 2 : 1) for (int begin = 0; begin < kSteps; begin += kFlush) {
+      Sums<S> part[kGates] = {};
+      UNROLL_BY(kFlush <= 8 ? kFlush : 4) for (int k = 0; k < kFlush; ++k)
+        if (kSteps % kFlush == 0 || begin + k < kSteps)
+          UNROLL for (int g = 0; g < kGates; ++g)
+            Base::template step<S, Math::kStep, S::In::ROW>(part[g], a[g], b[g], (begin + k) * Math::kStep);
+      UNROLL for (int g = 0; g < kGates; ++g) add_sums(y[g], part[g]);
+    }
+    if constexpr (Math::kRepairs)
+      UNROLL for (int g = 0; g < kGates; ++g) Base::template repair<S>(y[g], tile, state(g), weight(g));
+  }
+  // Of what each of kLanes neighbouring lanes has a part; all of a warp's lanes have to be here.
   DEVICE void added_up(int gate, int unit, int feature, Real (&sums)[2]) const {
     sums[0] = sums[1] = 0;
-    UNROLL for (int w = 0; w < Pass::WARPS; ++w) {
-      const u32 from = sums_address(w, gate, unit, feature);
-      UNROLL for (int i = 0; i < 2; ++i) sums[i] += load_sum(from + i * int(sizeof(Real)), Real());
+    UNROLL for (int w = 0; w < Pass::WARPS; w += kLanes) {
+      Real more[2];
+      pair_of_sums(sums_address(w + lane.index % kLanes, gate, unit, feature), more);
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] += more[i];
     }
+    UNROLL for (int by = 1; by < kLanes; by *= 2)
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] += of_lane(sums[i], by);
   }
+  DEVICE static float of_lane(float x, int by) { return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(x), by)); }
+  DEVICE static double of_lane(double x, int by) {
+    const u64 bits = *reinterpret_cast<const u64*>(&x);
+    return double_of(__shfl_xor_sync(~0u, u32(bits), by), __shfl_xor_sync(~0u, u32(bits >> 32), by));
+  }
+  DEVICE static void pair_of_sums(u32 from, float (&x)[2]) {
+    u32 words[2];
+    load_u32x2(from, words);
+    UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(words[i]);
+  }
+  DEVICE static void pair_of_sums(u32 from, double (&x)[2]) { load_f64x2(from, x[0], x[1]); }
 
-  // Two features of a sequence, which a thread has in one of its rounds
+  // Two features of a sequence, which lanes have in one of their rounds, and the first of them goes on with
   struct Two {
     int unit, feature;  // of the block's
     bool first, second;
   };
   DEVICE Two two(int round, i64 begin) const {
-    const int pair = threadIdx.x + round * kBlock, unit = pair / kOfSequence, feature = pair % kOfSequence * 2;
-    const bool there = pair < kPairs && begin + unit < units && part + feature < Pass::HIDDEN;
+    const int all = threadIdx.x / kLanes + round * (kBlock / kLanes), pair = kPairs % (kBlock / kLanes) == 0 || all < kPairs ? all : 0;
+    const int unit = pair / kOfSequence, feature = pair % kOfSequence * 2;
+    const bool there = threadIdx.x % kLanes == 0 && pair == all && begin + unit < units && part + feature < Pass::HIDDEN;
     return {unit, feature, there, there && part + feature + 1 < Pass::HIDDEN};
   }
   DEVICE void read(const Element* from, const Two& two, Real (&x)[2]) const {
@@ -182,7 +224,7 @@ template <class Pass> struct Spread : Chain<Pass> {
     const Walk walk(params, Pass::kWalk);
     ROLL for (i64 begin = i64(blockIdx.x) * Pass::UNITS; begin < units; begin += i64(gridDim.x) * Pass::UNITS) {
       const u32 steps = walk.longest(begin, Pass::UNITS, units);
-      const bool reads_rows = threadIdx.x < Pass::UNITS;
+      const bool reads_rows = threadIdx.x < Pass::UNITS, warps_read_rows = warp < ceil_div(Pass::UNITS, 32);
       Ahead<Pass::DOWN> ahead(walk, begin + threadIdx.x, reads_rows && begin + threadIdx.x < units);
       ahead.advance(0);
       __syncthreads();  // nobody reads the rows of the group before
@@ -192,6 +234,7 @@ template <class Pass> struct Spread : Chain<Pass> {
       begin_group(begin);
       ROLL for (u32 step = 0; step < steps; ++step)
         go(step, begin, [&] {
+          if (!warps_read_rows) return;
           if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, threadIdx.x, row);
         });
       end(begin);
