@@ -2276,6 +2276,9 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
     [
         (32, "tf32", "sync();\n      second", "second", "race"),
         (32, "tf32", "wait_for_copies<(SLOTS > 1 ? SLOTS - 2 : 0)>();", "", "has not landed"),
+        (32, "tf32", "if (of_first < units) ROLL", "if (false) ROLL", "has met"),
+        (64, "float32", "if (of_first < units) ROLL", "if (false) ROLL", "has met"),
+        (64, "bfloat16", "if (of_first < units) ROLL", "if (false) ROLL", "has met"),
         (96, "bfloat16", "fence_copy_engine();\n      u32 t[", "u32 t[", "no fence: a matrix unit"),
         (96, "bfloat16", "sync_group<8, 2>(1);  // dT has", "// dT has", "race"),
         (64, "float32", "states.wait_until_empty({x_state(group), phase});", "", "race"),
@@ -2304,9 +2307,44 @@ def test_finds_what_is_missing_of_all_gradients(
     found = gradients_by(kind, spec, dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
-    x = np.ones(({32: 30, 64: 9, 96: 3, 128: 2}[size], size**2))
+    x = np.ones(({32: 30, 64: 11, 96: 3, 128: 2}[size], size**2))
     _, errors = emulator.run(found, kernels, x, [*map(np.ones, spec.weight_shapes), x], None, blocks=1)
     assert any(said in error for error in errors), errors
+
+
+# Of factors, by a family of their own or as a chain, and of stacks: samples that groups of one block take unequally
+UNEQUAL_FACTORS = [
+    ("", kronecker((8, 8, 8), (8, 8, 8)), "bfloat16", 20),
+    ("PairMixedBackward", kronecker((5, 33, 40), (5, 46, 24)), "float16", 1),
+    ("SmallDoubleBackward", kronecker((16, 5, 12), (12, 7, 16)), "float64", 8),
+]
+UNEQUAL_STACKS = [([24, 40, 8], "float16", 65), ([24, 40, 8], "tf32", 65), ([13, 21, 5], "float32", 40)]
+
+
+@pytest.mark.parametrize(("kind", "spec", "dtype", "batch"), UNEQUAL_FACTORS, ids=str)
+def test_groups_meet_equally_often(kind: str, spec: LayerSpec, dtype: str, batch: int, emulator: Emulator) -> None:
+    asked = dtype, LARGE, Gpu(90, 1, 232448)
+    found = gradients_by(kind, spec, *asked) if kind else plan(all_gradients_of(spec), *asked)
+    x, grad = np.ones((batch, spec.in_features)), np.ones((batch, spec.out_features))
+    check_meetings(found, x, [*map(np.ones, spec.weight_shapes), grad], emulator)
+
+
+@pytest.mark.parametrize(("widths", "dtype", "batch"), UNEQUAL_STACKS, ids=str)
+def test_groups_of_stacks_meet_equally_often(widths: list[int], dtype: str, batch: int, emulator: Emulator) -> None:
+    layers = stack_of(widths, dtype, "silu")
+    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    tensors = [*drawn_tensors(layers, drawing(dtype)), np.ones((batch, widths[-1]))]
+    check_meetings(found, np.ones((batch, widths[0])), tensors, emulator)
+
+
+def check_meetings(found: Plan, x: Array, tensors: Sequence[Array], emulator: Emulator) -> None:
+    """What racecheck would say of groups without a unit that do not meet."""
+    found = replace(found, passes=found.passes[:1])
+    changes = {"if (of_first < units) ROLL": "if (false) ROLL"}
+    _, errors = emulator.run(found, emulator.compile(found), x, tensors, None, blocks=1)
+    assert not errors
+    _, errors = emulator.run(found, emulator.compile(found, changes), x, tensors, None, blocks=1)
+    assert any("has met" in error for error in errors), errors
 
 
 @pytest.mark.parametrize(

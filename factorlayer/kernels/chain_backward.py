@@ -312,6 +312,7 @@ class ChainBackward(BlockSums):
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
         told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size), "RETURNS": bool(places.y)}
         told |= {"SUMS_AT": Long(self.sums_at // SUM_BYTES[self.dtype])}
+        told |= {"MEETINGS": work.rank * 3 * last + 2 * bool(places.y)}
         told |= {"PARTS": self.parts, "PART": self.back[0].q, "ROWS": self.forward[0].p}
         told |= {"PART_STEP": Long(self.back[0].q * work.inner), "kStateBytes": self.state_bytes[0]}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes}

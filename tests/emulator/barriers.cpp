@@ -288,6 +288,10 @@ bool sync_block(int barrier, int count, bool here) {
   if (barrier < 0 || barrier > 15) return error("barrier %d of 16", barrier), false;
   Meeting& meeting = blocks[current / block_threads].meetings[barrier];
   meeting.any |= here;
+  // racecheck counts how often a thread has met, and takes no meeting as order between threads that differ in that.
+  if (!meeting.here) meeting.met = self().met;
+  if (meeting.met != self().met) error("who meets has met %ld and %ld times before", meeting.met, self().met);
+  ++self().met;
   meet_at(meeting, count ? count : block_threads, "a block's barrier");
   return meeting.any_then;
 }

@@ -103,6 +103,7 @@ struct Thread {
   bool (*is_ready)(const void* awaited) = nullptr;  // whether it need not wait any more, without its own turn
   alignas(8) u8 awaited[32];
   long arrived = -1;  // at the cluster's barrier, and waits for more meetings than these
+  long met = 0;  // how often, at barriers of its block
   Clock clock;
   vector<Copy> copies;  // since the last commit
   std::deque<vector<Copy>> copy_groups;
@@ -182,6 +183,7 @@ struct Barrier {
 };
 struct Meeting {
   int here = 0, wanted = 0;
+  long met = 0;  // how often those here have
   bool any = false, any_then = false;  // of those here, and of the last meeting
   long count = 0;
   Clock gathered, done;

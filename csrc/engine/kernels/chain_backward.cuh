@@ -17,7 +17,7 @@
 //        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
 //        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
 //        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block),
-//        SUMS_AT (where those of all blocks begin);
+//        SUMS_AT (where those of all blocks begin); MEETINGS (how often a group meets in walk());
 //        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
 //        store_sums()
 #pragma once
@@ -217,18 +217,20 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     commit_copies();
   }
 
+  // Where this group has no tile: as for one, before and behind what is made of it as well
+  DEVICE void meet(i64 tile, i64 tiles) const {
+    meet_as_others<Pass::GROUPS>(tile - i64(group) * gridDim.x, tiles, 2 + Pass::MEETINGS, [&] { sync(); });
+  }
+
   DEVICE void run() const {
     const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
     const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
     ROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     Base::hold_weights(*this);
     typename Pass::template Sums<ChainBackward> sums;
-    int slot = 0, last = 0;
-    ROLL for (i64 tile = first; tile < tiles; tile += step) {
-      if (tile != first) {
-        sync();  // the last tile's result has left
-        load(tile + (Pass::SLOTS - 1) * step, tiles, last);
-      }
+    int slot = 0;
+    i64 tile = first;
+    ROLL for (; tile < tiles; tile += step) {
       wait_for_copies<Pass::SLOTS - 1>();
       const u32 x = slot_of(slot), g = x + Pass::kStateBytes;
       zero_padding<typename Pass::FirstX>(x);
@@ -242,10 +244,12 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
         Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
             tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
       }
-      last = slot;
+      sync();  // its result has left
+      load(tile + Pass::SLOTS * step, tiles, slot);
       if (++slot == Pass::SLOTS) slot = 0;
     }
     wait_for_copies<0>();
+    meet(tile, tiles);
     __syncthreads();
     Pass::store_sums(*this, sums);
   }

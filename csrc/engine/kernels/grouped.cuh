@@ -25,11 +25,11 @@ template <class Pass> struct Grouped : Operands<typename Pass::Math, typename Pa
   DEVICE void sync() const { sync_group<WARPS, GROUPS>(group + 1); }  // the block's own barrier is for the end
 
   // The group's units from `unit` on, in slots of BYTES at `memory`: load(unit, slot) asks for one, ready(slot) does to a thread's
-  // own copies what has to be done, make(unit, slot) makes it.
+  // own copies what has to be done, make(unit, slot) makes it, in which the group meets MEETINGS times.
   template <int BYTES, class Load> DEVICE void begin(i64 unit, i64 step, u32 memory, const Load& load) const {
     UNROLL for (int s = 0; s < kFirst; ++s) load(unit + s * step, memory + s * BYTES);
   }
-  template <int BYTES, class Load, class Ready, class Make>
+  template <int BYTES, int MEETINGS, class Load, class Ready, class Make>
   DEVICE void each_unit(i64 unit, i64 step, u32 memory, const Load& load, const Ready& ready, const Make& make) {
     int slot = 0;
     ROLL for (; unit < units; unit += step) {
@@ -45,5 +45,7 @@ template <class Pass> struct Grouped : Operands<typename Pass::Math, typename Pa
       if (SLOTS == 1) sync(), load(unit + step, memory);
     }
     wait_for_copies<0>();
+    constexpr int kTimes = 1 + MEETINGS + (SLOTS == 1);
+    if constexpr (WARPS > 1) meet_as_others<GROUPS>(unit - i64(group) * gridDim.x, units, kTimes, [&] { sync(); });
   }
 };

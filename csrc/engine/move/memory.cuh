@@ -35,6 +35,14 @@ template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {
     sync_threads<WARPS * 32>(group);
   }
 }
+// Groups of a block take units in turn, so that in the last round some may have none where the first group has one, `of_first`:
+// such a group meets `times`, as it would have with a unit. So all groups have met equally often when the block does, which
+// racecheck takes as order between those alone that have.
+template <int GROUPS, class Sync> DEVICE void meet_as_others(i64 of_first, i64 units, int times, const Sync& sync) {
+  if constexpr (GROUPS > 1) {
+    if (of_first < units) ROLL for (int i = 0; i < times; ++i) sync();
+  }
+}
 
 // A tensor's bytes on their way to L2, by all threads of the grid: while the kernel before in the stream is running,
 // which may still write them, as L2 has what is written.

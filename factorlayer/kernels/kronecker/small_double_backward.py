@@ -197,6 +197,7 @@ class SmallDoubleBackward(BlockSums):
         told: Told = {"X": self.steps[0].before.cuda(), "G": self.steps[-1].behind.cuda(), "GRAD": len(self.steps)}
         told |= {"WARPS": self.warps, "GROUPS": self.groups, "SLOTS": self.slots, "kFours": self.tiles}
         told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "kSums": self.weights}
+        told |= {"MEETINGS": 3 * len(self.steps) - 2}
         told |= {"kSlot": slot, "kGrad": self.slots * slot, "kGroup": self.group_bytes, "kWeights": self.weight_bytes}
         begins = [-1, *self._state_begins[:-1], -1]
         fours = 0

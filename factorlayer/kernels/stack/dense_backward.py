@@ -120,7 +120,7 @@ class DenseBackward(BlockSums, Dense):
     def told(self) -> list[str]:
         last = len(self.layers) - 1
         own_at = self.places[-1][0] + SLAB
-        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "own_at": own_at}
+        numbers = {"GRAD_Y": self.tensors, "SUMS": self.weights, "LAYERS": last + 1, "own_at": own_at}
         numbers |= {"ones_at": own_at - SLAB, "own_bytes": self.own["all"]}
         numbers |= {"behind_at": self.own["behind"], "behind_bytes": self.own["each"]}
         numbers |= {"all": own_at + self.groups * self.own["all"], "TOGETHER": 0}

@@ -110,6 +110,7 @@ class DenseBackward32(DenseBackward):
         own = self.own
         found = {"GRAD_Y": self.tensors, "SUMS": self.weights, "ones_at": self.backs[-1], "own_at": self.own_at}
         found |= {"own_bytes": own["all"], "behind_at": own["behind"], "behind_bytes": own["each"]}
+        found |= {"LAYERS": len(self.layers)}
         return found | {"all": self.shared}
 
     @property

@@ -72,7 +72,8 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
     const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     typename Products::SumsA d_a = {};
     typename Products::SumsB d_b = {};
-    ROLL for (u32 position = warpgroup; position < units; position += GROUPS) {
+    u32 position = warpgroup;
+    ROLL for (; position < units; position += GROUPS) {
       stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 slot = position % SLOTS, x = ring.at(slot);
@@ -84,6 +85,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       Products::template store<P0, P1>(
           d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
+    meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_threads<128>(2 + warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
         ring.slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }

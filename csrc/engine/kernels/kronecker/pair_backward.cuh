@@ -120,7 +120,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
     const Real scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     SumsA d_a = {};
     SumsB d_b = {};
-    Base::template each_unit<kSlot>(unit, step, memory, load_unit, [&](u32 x) {
+    Base::template each_unit<kSlot, 1>(unit, step, memory, load_unit, [&](u32 x) {
       turned = in_order(lane);
       if constexpr (Math::kRounds)
         Base::template round_copies<P0, P1, kX>(x), Base::template round_copies<Q0, Q1, kG>(x + kBytesX);

@@ -104,7 +104,8 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
       mix(position, normal_m);
       fence_copy_engine();
       sync_threads<kConsumers>(1);
-      ROLL for (int q = warpgroup; q < Q; q += GROUPS) {
+      int q = warpgroup;
+      ROLL for (; q < Q; q += GROUPS) {
         settle_places();
         const u32 number = position * Q + q, slot = number % SLOTS;
         ring.wait_until_full(number);
@@ -119,6 +120,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
             store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j], d_z[j + 1]).bits);
         }
       }
+      meet_as_others<Q % GROUPS ? GROUPS : 1>(q - warpgroup, Q, 2, [&] { sync_threads<128>(2 + warpgroup); });
       settle_places();
       sync_threads<kConsumers>(1);
       give_back(position, d_m[0], normal_m);

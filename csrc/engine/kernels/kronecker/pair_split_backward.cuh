@@ -109,8 +109,8 @@ template <class Pass> struct PairSplitBackward {
     int own = x_of(warpgroup), weights = a;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
-    ROLL for (i64 unit = blockIdx.x + i64(warpgroup) * gridDim.x; unit < units;
-              unit += i64(gridDim.x) * GROUPS, phase ^= 1) {
+    i64 unit = blockIdx.x + i64(warpgroup) * gridDim.x;
+    ROLL for (; unit < units; unit += i64(gridDim.x) * GROUPS, phase ^= 1) {
       stay_here(lane.index, first), stay_here(own, weights);  // or all places are kept from unit to unit, and spilled
       lane = Lane(lane.index);
       const u32 x = own, g = x + kState, d_t = g + kState, a = weights, b = a + kState;
@@ -176,6 +176,7 @@ template <class Pass> struct PairSplitBackward {
       sync_threads<128>(2 + warpgroup);  // dT has been read
       store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
+    meet_as_others<GROUPS>(unit - i64(warpgroup) * gridDim.x, units, 2, [&] { sync_threads<128>(2 + warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
         groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }

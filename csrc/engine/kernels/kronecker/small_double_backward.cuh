@@ -213,6 +213,8 @@ template <class Pass> struct SmallDoubleBackward : SmallDoubleBase<Pass> {
       if (slot == 0) phase_x ^= 1;
       phase_g ^= 1;
     }
+    if constexpr (WARPS > 1)
+      meet_as_others<Base::GROUPS>(unit - i64(group) * gridDim.x, units, Pass::MEETINGS, [&] { sync(); });
     store(sums);
   }
 

@@ -109,7 +109,7 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
     if constexpr (kHolds)
       UNROLL for (int s = 0; s < kQ / kStep; ++s) columns_of_weight()(held[s], s);
     Sums sums = {};
-    Base::template each_unit<kSlot>(unit, step, memory, load_unit, [&](u32 x) { round_slot(x); }, [&](i64 unit, u32 x) {
+    Base::template each_unit<kSlot, 0>(unit, step, memory, load_unit, [&](u32 x) { round_slot(x); }, [&](i64 unit, u32 x) {
       add(sums, x, x + kBytesX);
       back(held, x + kBytesX, static_cast<Element*>(params.y) + place_of(unit, P));
     });

@@ -120,6 +120,7 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
       sync();  // products of the tile before have read its states
       Pass::tile(*this, x, y, sums, tile, turn);
     }
+    Base::meet(tile, tiles);
   }
   // Left operands as sums of the same places
   template <int STEPS> static DEVICE void widened(const u32 (&g)[STEPS][4], float (&d)[STEPS * 8]) {

@@ -172,6 +172,7 @@ template <class Pass> struct DenseBackward32 : DenseGradients<Pass> {
       sync();  // the samples before have been read
       Pass::tile(*this, x, g, sums, tile, tile + step);
     }
+    Base::meet(tile, tiles);
   }
 
 };

@@ -20,6 +20,10 @@ template <class Pass> struct DenseGradients : Dense<Pass> {
   DEVICE DenseGradients(const Params& given) : Layers(given) {}
 
   DEVICE void sync() const { sync_group<4, 16>(this->group + 1); }
+  // Where this group has no tile: as for one, before it and in each of its layers
+  DEVICE void meet(i64 tile, i64 tiles) const {
+    meet_as_others<Pass::GROUPS>(tile - i64(this->group) * gridDim.x, tiles, 1 + Pass::LAYERS, [&] { sync(); });
+  }
   template <class L> static DEVICE void touch_sums(Sums<L>& sums) {
     UNROLL for (auto& some : sums.weight) touch(some);
     if constexpr (L::BIAS >= 0)

@@ -222,22 +222,21 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
     Pass::prepare_states(*this);
     Base::hold_weights(*this);
     typename Pass::template AllSums<StackBackward> sums;
-    int slot = 0, last = 0;
-    ROLL for (i64 tile = first; tile < tiles; tile += step) {
-      if (tile != first) {
-        sync();  // the last tile's result has left
-        Base::load(tile + (Pass::SLOTS - 1) * step, tiles, last);
-      }
+    int slot = 0;
+    i64 tile = first;
+    ROLL for (; tile < tiles; tile += step) {
       wait_for_copies<Pass::SLOTS - 1>();
       sync();
       const u32 x = Base::slot_of(slot);
       Pass::walk(*this, sums, x, x + Pass::kStateBytes, Base::present(tile * Pass::UNITS));
       Base::template store_pieces<typename Pass::Input, typename Pass::X, Pass::COPY_X>(tile * Pass::UNITS, x,
                                                                                         static_cast<Element*>(params.y));
-      last = slot;
+      sync();  // its result has left
+      Base::load(tile + Pass::SLOTS * step, tiles, slot);
       if (++slot == Pass::SLOTS) slot = 0;
     }
     wait_for_copies<0>();
+    Base::meet(tile, tiles);
     __syncthreads();
     Pass::store_sums(*this, sums);
   }
