@@ -22,6 +22,18 @@ template <int ALL, int THREADS, int TOGETHER, class Get, class Put> DEVICE void 
     UNROLL for (int i = 0; i < TOGETHER; ++i) put(from + i * THREADS, x[i]);
   }
 }
+// So a weight [Q, P] to shared memory, padded with zeros to [HEIGHT, WIDTH]: at(q, p) is an element, place(q, p) where it goes.
+template <class Element, int Q, int P, int HEIGHT, int WIDTH, int THREADS, int TOGETHER, class At, class Place>
+DEVICE void make_weight(const At& at, const Place& place) {
+  move_together<HEIGHT * WIDTH, THREADS, TOGETHER>(
+      [&](int j) {
+        const int q = j / WIDTH, p = j % WIDTH;
+        return q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
+      },
+      [&](int j, Element x) {
+        if (j / WIDTH < HEIGHT) store_shared(place(j / WIDTH, j % WIDTH), x);
+      });
+}
 
 // WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is
 // __syncthreads' too: a block may use that only before its groups part.

@@ -74,15 +74,8 @@ template <class Element, int HEIGHT> struct Slabs {
       commit_copies();
       clear_padding<Q, P, THREADS>(to);
     } else {
-      constexpr int kWidth = round_up(P, 16), kAll = round_up(Q, 16) * kWidth;
-      move_together<kAll, THREADS, 16>(
-          [&](int j) {
-            const int q = j / kWidth, p = j % kWidth;
-            return q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
-          },
-          [&](int j, Element x) {
-            if (j < kAll) store_shared(to + place(j / kWidth, j % kWidth), x);
-          });
+      make_weight<Element, Q, P, round_up(Q, 16), round_up(P, 16), THREADS, 16>(
+          at, [&](int q, int p) { return to + place(q, p); });
     }
   }
 };

@@ -49,23 +49,21 @@ DEVICE u64 by_column(u32 block, int piece, int s) {
 
 // A weight [q, p] to blocks, by rows of these; at(q, p) is an element.
 template <int PIECES, int Q, int P, int THREADS, class At> DEVICE void load_split_weight(u32 to, const At& at) {
-  constexpr int kRow = ceil_div(P, 2), kTogether = 8;
-  ROLL for (int from = threadIdx.x; from < Q * kRow; from += THREADS * kTogether) {
-    float w[kTogether][2];
-    UNROLL for (int i = 0; i < kTogether; ++i) {
-      const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
-      w[i][0] = q < Q ? at(q, p) : 0.f;
-      w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
-    }
-    UNROLL for (int i = 0; i < kTogether; ++i) {
-      const int q = (from + i * THREADS) / kRow, p = (from + i * THREADS) % kRow * 2;
-      const u32 block = to + (q / 64 * ceil_div(P, 64) + p / 64) * (PIECES * kPieceBytes);
-      u32 word[PIECES];
-      split<bf16>(w[i][0], w[i][1], word);
-      UNROLL for (int piece = 0; piece < PIECES; ++piece)
-        if (q < Q) store_shared(block + piece * kPieceBytes + place_in_block(q % 64, p % 64), word[piece]);
-    }
-  }
+  constexpr int kRow = ceil_div(P, 2);
+  struct Two { float w[2]; };
+  move_together<Q * kRow, THREADS, 8>(
+      [&](int j) -> Two {
+        const int q = j / kRow, p = j % kRow * 2;
+        return {q < Q ? at(q, p) : 0.f, q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f};
+      },
+      [&](int j, const Two& x) {
+        const int q = j / kRow, p = j % kRow * 2;
+        const u32 block = to + (q / 64 * ceil_div(P, 64) + p / 64) * (PIECES * kPieceBytes);
+        u32 word[PIECES];
+        split<bf16>(x.w[0], x.w[1], word);
+        UNROLL for (int piece = 0; piece < PIECES; ++piece)
+          if (q < Q) store_shared(block + piece * kPieceBytes + place_in_block(q % 64, p % 64), word[piece]);
+      });
 }
 
 // Four neighbours of a row

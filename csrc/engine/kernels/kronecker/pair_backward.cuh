@@ -74,14 +74,9 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
       Base::template clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
     } else {
       constexpr int kAll = ceil_div(HEIGHT * WIDTH, kBlock);
-      move_together<HEIGHT * WIDTH, kBlock, kAll < 16 ? kAll : 16>(
-          [&](int j) {
-            const int q = j / WIDTH, p = j % WIDTH;
-            return q < Q && p < P ? narrow<Element>(Math::rounded(at(q, p))) : Element{};
-          },
-          [&](int j, Element x) {
-            if (j / WIDTH < HEIGHT) store_shared(to + (j / WIDTH * STRIDE + j % WIDTH) * kSize, x);
-          });
+      make_weight<Element, Q, P, HEIGHT, WIDTH, kBlock, kAll < 16 ? kAll : 16>(
+          [&](int q, int p) { return Math::rounded(at(q, p)); },
+          [&](int q, int p) { return to + (q * STRIDE + p) * kSize; });
     }
   }
   template <int FACTOR, int Q, int P, int STRIDE> DEVICE void round_weight(u32 at) const {

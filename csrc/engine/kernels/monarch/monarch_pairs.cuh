@@ -78,16 +78,14 @@ template <class Pass> struct MonarchPairs {
         copy_async<kSize>(place(here), has(here) ? from(here) : weight, has(here));
       }
     } else {
-      constexpr int kTogether = 16;
-      ROLL for (int begin = threadIdx.x; begin < kCount; begin += kTogether * kThreads) {
-        Element x[kTogether];
-        UNROLL for (int i = 0; i < kTogether; ++i) {
-          const At here = at(begin + i * kThreads);
-          x[i] = begin + i * kThreads < kCount && has(here) ? *from(here) : Element{};
-        }
-        UNROLL for (int i = 0; i < kTogether; ++i)
-          if (begin + i * kThreads < kCount) store_shared(place(at(begin + i * kThreads)), x[i]);
-      }
+      move_together<kCount, kThreads, 16>(
+          [&](int j) {
+            const At here = at(j);
+            return j < kCount && has(here) ? *from(here) : Element{};
+          },
+          [&](int j, Element x) {
+            if (j < kCount) store_shared(place(at(j)), x);
+          });
     }
   }
 

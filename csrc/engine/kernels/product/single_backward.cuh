@@ -84,14 +84,9 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
   DEVICE void load_weight() const {
     constexpr int kWide = kByColumns ? kRows : kColumns;
     const Element* from = static_cast<const Element*>(params.weights[0]);
-    move_together<kQ * kWide, kBlock, 8>(
-        [&](int j) {
-          const int q = j / kWide, p = j % kWide;
-          return q < Q && p < P ? narrow<Element>(Math::rounded(widen(from[q * P + p]))) : Element{};
-        },
-        [&](int j, Element x) {
-          if (j / kWide < kQ) store_shared(weight + (row_of(j / kWide) * kW + j % kWide) * kSize, x);
-        });
+    make_weight<Element, Q, P, kQ, kWide, kBlock, 8>(
+        [&](int q, int p) { return Math::rounded(widen(from[q * P + p])); },
+        [&](int q, int p) { return weight + (row_of(q) * kW + p) * kSize; });
   }
 
   using Held = A[kHolds ? kQ / kStep : 1];
