@@ -233,6 +233,11 @@ def test_the_engine_includes_itself_alone_and_downwards(path: Path) -> None:
         assert other == room or floor(other, ENGINE_FLOORS) < mine, f"{path.name} includes {name} from above"
 
 
+def test_a_blocks_barriers_have_their_numbers_in_one_place() -> None:
+    named = [path.name for path in ENGINE_FILES if "sync_threads<" in path.read_text()]
+    assert named == ["memory.cuh"]
+
+
 def test_no_two_headers_have_one_name() -> None:
     """device/code.py finds them by it."""
     names = [path.name for path in ENGINE_FILES]

@@ -163,7 +163,7 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
     np.testing.assert_array_equal(found[others], y[others])
 
 
-SYNC = "sync_threads<kMakers>(1);\n      make_middles"
+SYNC = "sync_consumers<kMakers>();\n      make_middles"
 RELEASE = "if (tile + TILERS >= tiles) release(buffer);"
 
 
@@ -173,7 +173,7 @@ RELEASE = "if (tile + TILERS >= tiles) release(buffer);"
         ("wait_for_bytes(empty(buffer, row / kSentOfShare), phase);", ";", "race"),
         ("wait_for_bytes(full(buffer), turn / BUFFERS & 1);", "", "has not landed"),
         (f"fence_copy_engine();\n      {SYNC}", SYNC, "no fence"),
-        ("sync_group<4, 16>(1 + warpgroup);  // the last rows have left", "", "race"),
+        ("sync_warpgroup(warpgroup);  // the last rows have left", "", "race"),
         (RELEASE, RELEASE.replace(") release", " && sample == blockIdx.x) release"), "nobody goes on"),
     ],
 )
@@ -292,7 +292,7 @@ GATHERED = "sync();  // all of G is there, and the last dT has left"
         ("wait_for_bytes(Base::full(buffer), turn / BUFFERS & 1);", "", "has not landed"),
         (f"fence_copy_engine();\n        {GATHERED}", GATHERED, "no fence"),
         (GATHERED, "", "race"),
-        ("sync_group<4, 16>(1 + warpgroup);  // nobody reads G any more", "", "race"),
+        ("sync_warpgroup(warpgroup);  // nobody reads G any more", "", "race"),
     ],
 )
 def test_finds_what_is_missing_backward(old: str, new: str, said: str, emulator: Emulator) -> None:

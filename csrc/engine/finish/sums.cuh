@@ -77,7 +77,7 @@ DEVICE void store_rows(float* to, int first, const Lane& lane, const float (&d_a
 }
 
 // Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, up to 64 x 64, of which each of the THREADS'
-// warpgroups has sums: added up as above, to where this block's belong. Those threads meet at barrier 1.
+// warpgroups has sums: added up as above, to where this block's belong. Those are all who multiply.
 template <int P0, int P1, int Q0, int Q1, int THREADS, int BYTES, int A, int B>
 DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float (&d_b)[B]) {
   constexpr int kFoursA = A / 4, kFoursB = B / 4;
@@ -99,5 +99,5 @@ DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float
           }
         }
       },
-      [] { sync_threads<THREADS>(1); });
+      [] { sync_consumers<THREADS>(); });
 }

@@ -47,6 +47,9 @@ template <int WARPS, int GROUPS> DEVICE void sync_group(int group) {
     sync_threads<WARPS * 32>(group);
   }
 }
+// Where the warps of a block have parted: its first THREADS, who multiply; and a warpgroup by itself, whichever it is.
+template <int THREADS> DEVICE void sync_consumers() { sync_threads<THREADS>(1); }
+DEVICE void sync_warpgroup(int warpgroup) { sync_threads<128>(2 + warpgroup); }
 // Groups of a block take units in turn, so that in the last round some may have none where the first group has one, `of_first`:
 // such a group meets `times`, as it would have with a unit. So all groups have met equally often when the block does, which
 // racecheck takes as order between those alone that have.

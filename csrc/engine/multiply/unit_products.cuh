@@ -33,7 +33,7 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
       : params(given), warpgroup(uniform(threadIdx.x / 128)), first(threadIdx.x / 32 % 4 * 16), a(weights), b(a + kSlab),
         d_t(b + kSlab + warpgroup * kSlab) {}
 
-  // By those who multiply, who meet at barrier 1.
+  // By those who multiply
   DEVICE void load_weights(float normal_a, float normal_b) const {
     Base::template load_weight<Pass::FACTOR_A, Q0, P0, kConsumers>(
         params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
@@ -41,7 +41,7 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
         params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
     wait_for_copies<0>();
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
   }
 
   // By scale_a and scale_b sums are as large as they should be. Before dT is written again, the group has to have met.
@@ -66,7 +66,7 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
       Base::template as_left<Q1>(t, of_t, lane, {1.f, 1.f});
     }
     ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
-    sync_threads<128>(2 + warpgroup);  // all of dT is there
+    sync_warpgroup(warpgroup);  // all of dT is there
     UNROLL for (int s = 0; s < kQ1 / 16; ++s)
       Wgmma<Element, kP1>::multiply_right_turned(d_x, by_k(d_t, 0, s), by_column(b, 0, s), s > 0);
     UNROLL for (int s = 0; s < kP0 / 16; ++s)

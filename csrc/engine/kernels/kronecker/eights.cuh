@@ -52,7 +52,7 @@ template <class Pass> struct Eights {
       wait_for_bytes(barrier, phase);
       put_rows(rest, largest, unit + gridDim.x);
       prefetch_rest(unit + gridDim.x);
-      sync_threads<64>(1 + warp / 2);
+      sync_group<2, 16>(1 + warp / 2);
       u32 unsure[2];
       load_u32x2(memory + kUnsure + warp / 2 * 8, unsure);
       if (unsure[0] | unsure[1])

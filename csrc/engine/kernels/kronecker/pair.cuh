@@ -344,7 +344,7 @@ template <class Pass> struct TwoFactors {
         mix_chunk(behind + stage * kStageBytes, to, rows_of(chunk) * kRowPieces, weights, unscale);
         fence_copy_engine();
         arrive(ring.full(slot ? slot - 1 : SLOTS - 1));
-        sync_threads<128>(1 + kConsumers);
+        sync_warpgroup(warpgroup);
         ask(stage);
         if (++stage == Pass::STAGES) stage = 0, stage_phase ^= 1;
       }
@@ -380,7 +380,7 @@ template <class Pass> struct TwoFactors {
     if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
     load_weights(scale_a);
     fence_copy_engine();
-    sync_group<kConsumers * 4, 2>(1);
+    sync_consumers<kConsumers * 128>();
     if (Pass::MAPPED && threadIdx.x == 0) arrive(weights_there());
     if constexpr (kHoldsPieces)
       hold_pieces(held[0]);
@@ -528,14 +528,14 @@ template <class Pass> struct TwoFactors {
     if constexpr (Pass::RESULTS > 1)
       buffer ^= 1;  // who stores the last state's part has stored that of the one before, which lay here
     else
-      sync_group<4, 16>(1 + warpgroup);  // the last state has left
+      sync_warpgroup(warpgroup);  // the last state has left
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
     UNROLL for (int n = 0; n < kN / 8; n += 2) {
       u32 word[4];
       UNROLL for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n * 4 + i * 2], y[n * 4 + i * 2 + 1]).bits;
       store_matrices_transposed(staged + swizzled(n * 8 + row, piece), word);
     }
-    sync_group<4, 16>(1 + warpgroup);
+    sync_warpgroup(warpgroup);
     Element* to = static_cast<Element*>(params.y) + state * (Q0 * Q1) + part * 64;
     UNROLL for (int k = 0; k < kN / 16; ++k) {
       const int row = k * 16 + thread / 8, piece = thread % 8;

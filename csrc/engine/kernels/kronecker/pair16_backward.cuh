@@ -81,11 +81,11 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       typename Products::SumsB d_x;
       Products::visit(x, x + kSlab, scale_a, scale_b, d_a, d_b, d_x);
       ring.release(slot, lane.index);
-      sync_threads<128>(2 + warpgroup);  // dT has been read
+      sync_warpgroup(warpgroup);  // dT has been read
       Products::template store<P0, P1>(
           d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
     }
-    meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_threads<128>(2 + warpgroup); });
+    meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_warpgroup(warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
         ring.slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }

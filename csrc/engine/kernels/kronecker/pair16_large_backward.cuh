@@ -70,7 +70,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
         params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
     wait_for_copies<0>();
     fence_copy_engine();
-    sync_group<8, 2>(1);
+    sync_consumers<256>();
     const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
     const int half = warpgroup * 64;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
@@ -94,7 +94,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
         Base::template as_left<Q1>(t, sums, lane, {scale_b, scale_b});
       }
       ask_for_products<kQ1 / 16>([&](int s) { Wgmma<Element, kQ0>::multiply(d_a, t[s], by_k(g, 0, s)); });
-      sync_group<8, 2>(1);  // all of dT is there
+      sync_consumers<256>();  // all of dT is there
       UNROLL for (int s = 0; s < kP0 / 16; ++s)
         Wgmma<Element, kP1>::multiply_turned(d_b, by_column(d_t, warpgroup, s), by_column(x, 0, s));
       commit_products();
@@ -106,7 +106,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       });
       touch(d_b);
       ring.release(slot, lane.index);
-      sync_group<8, 2>(1);  // dT has been read
+      sync_consumers<256>();  // dT has been read
       Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
     }
     store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);

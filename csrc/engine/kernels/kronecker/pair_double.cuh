@@ -129,9 +129,9 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
           Base::multiply(sums, c, [&](A& a, int m, int s) { left(a, m, s + k * (kDepth / kStep)); },
                          Base::template columns<kChunk>(slot(c), NT));
         }
-        sync_threads<kThreads>(1);  // all have read X
+        sync_consumers<kThreads>();  // all have read X
         put_middle(sums);
-        sync_threads<kThreads>(1);
+        sync_consumers<kThreads>();
       }
       Sums<kLast> sums = {};
       ROLL for (int k = 0; k < kChunksA; ++k, ++c) {

@@ -127,7 +127,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
         Base::multiply(sums, c, Base::template rows<kChunk>(left, kTiles), Base::template columns<kChunk>(right, kNarrow));
     }
     // All have read the part before: who has seen more chunks than there are slots knows that the first one is free.
-    if constexpr (kFirst <= SLOTS) sync_threads<kThreads>(1);
+    if constexpr (kFirst <= SLOTS) sync_consumers<kThreads>();
     UNROLL for (int m = 0; m < kTiles; ++m)
       UNROLL for (int i = 0; i < 2; ++i) {
         const int row = (down * kTiles + m) * 16 + lane.g + i * 8;
@@ -141,7 +141,7 @@ struct PairDoubleBackward : DoubleRing<typename Pass::Math, typename Pass::Eleme
           store_f64x2(state + (row * kState + column) * kSize, at(0), at(1));
         }
       }
-    sync_threads<kThreads>(1);
+    sync_consumers<kThreads>();
   }
   // dX, as many rows as a part of S has columns
   DEVICE void give_back(int& c, i64 unit, int n) const {

@@ -103,7 +103,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
       settle_places();
       mix(position, normal_m);
       fence_copy_engine();
-      sync_threads<kConsumers>(1);
+      sync_consumers<kConsumers>();
       int q = warpgroup;
       ROLL for (; q < Q; q += GROUPS) {
         settle_places();
@@ -113,16 +113,16 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
         typename Products::SumsB d_z;
         Products::visit(mixed + q * (kSlab + 128), ring.at(slot), scale_a, scale_b, d_a, d_b, d_z);
         ring.release(slot, lane.index);
-        sync_threads<128>(2 + warpgroup);  // dT and Z have been read
+        sync_warpgroup(warpgroup);  // dT and Z have been read
         UNROLL for (int j = 0; j < Products::kP1 / 2; j += 2) {
           const int row = first + lane.g + j / 2 % 2 * 8;
           if ((P0 == 64 || row < P0) && j / 4 < kRow)
             store_shared(place_of_z(q, row, j / 4) + lane.t * 4, Pair<Element>(d_z[j], d_z[j + 1]).bits);
         }
       }
-      meet_as_others<Q % GROUPS ? GROUPS : 1>(q - warpgroup, Q, 2, [&] { sync_threads<128>(2 + warpgroup); });
+      meet_as_others<Q % GROUPS ? GROUPS : 1>(q - warpgroup, Q, 2, [&] { sync_warpgroup(warpgroup); });
       settle_places();
-      sync_threads<kConsumers>(1);
+      sync_consumers<kConsumers>();
       give_back(position, d_m[0], normal_m);
     }
     float* sums = static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums;
@@ -133,7 +133,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
           UNROLL for (int i = 0; i < 2; ++i)
             if (at.g < Q && at.t * 2 + i < P) store_global(sums + at.g * P + at.t * 2 + i, sum[i]);
         },
-        [] { sync_threads<kConsumers>(1); });
+        [] { sync_consumers<kConsumers>(); });
     store_sums<P0, P1, Q0, Q1, kConsumers, kMixed>(mixed, sums + Q * P, d_a, d_b);
   }
 

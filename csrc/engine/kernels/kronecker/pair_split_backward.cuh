@@ -105,7 +105,7 @@ template <class Pass> struct PairSplitBackward {
     load_split_weight<PIECES, Q0, P0, kConsumers>(a, [&](int q, int p) { return Pass::weight_a(params, q, p); });
     load_split_weight<PIECES, Q1, P1, kConsumers>(b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     int own = x_of(warpgroup), weights = a;
     float d_a[kQ0 / 2] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
@@ -159,7 +159,7 @@ template <class Pass> struct PairSplitBackward {
         sums.arrived();
         add_sums(d_a, sums.high);
       }
-      sync_threads<128>(2 + warpgroup);  // all of dT is there
+      sync_warpgroup(warpgroup);  // all of dT is there
       Sums<kP1> to_b, d_x;
       multiply_pieces<PIECES, kP0 / 16>(to_b, false, [&](float(&some)[kP1 / 2], int s, int i, int j, bool add) {
         Wgmma<bf16, kP1>::multiply_turned(some, by_column(d_t, i, s), by_column(x, j, s), add);
@@ -173,10 +173,10 @@ template <class Pass> struct PairSplitBackward {
       add_sums(d_b, to_b.high);
       wait_for_products<0>();
       d_x.arrived();
-      sync_threads<128>(2 + warpgroup);  // dT has been read
+      sync_warpgroup(warpgroup);  // dT has been read
       store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    meet_as_others<GROUPS>(unit - i64(warpgroup) * gridDim.x, units, 2, [&] { sync_threads<128>(2 + warpgroup); });
+    meet_as_others<GROUPS>(unit - i64(warpgroup) * gridDim.x, units, 2, [&] { sync_warpgroup(warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
         groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }

@@ -68,12 +68,12 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   }
 
   static DEVICE float size_of(float x) { return fabsf(x) <= kLargestFloat ? fabsf(x) : 0.f; }
-  // The largest number of WARPS, of which each has the `which`th place for its own. They meet.
-  template <int WARPS> DEVICE float most_of_warps(float most, int which, int barrier) const {
+  // The largest number of WARPS, of which each has the `which`th place for its own. They meet by sync().
+  template <int WARPS, class Sync> DEVICE float most_of_warps(float most, int which, const Sync& sync) const {
     float mosts[1] = {most};
     most_of<32>(mosts);
     if (lane.index == 0) store_shared(most_at(which) + threadIdx.x / 32 % WARPS * 4, mosts[0]);
-    sync_threads<WARPS * 32>(barrier);
+    sync();
     UNROLL for (int i = 0; i < WARPS; i += 4) {
       u32 x[4];
       load_u32x4(most_at(which) + i * 4, x);
@@ -92,7 +92,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       w[i][1] = q < Q && (P % 2 == 0 || p + 1 < P) ? at(q, p + 1) : 0.f;
     }
     UNROLL for (int i = 0; i < kEach; ++i) most = fmaxf(most, fmaxf(size_of(w[i][0]), size_of(w[i][1])));
-    const Scale scale(most_of_warps<8>(most, which, 1));
+    const Scale scale(most_of_warps<8>(most, which, [] { sync_consumers<kConsumers>(); }));
     UNROLL for (int i = 0; i < kEach; ++i) {
       const int q = (i * kConsumers + threadIdx.x) / kRow, p = (i * kConsumers + threadIdx.x) % kRow * 2;
       if (q < Q) store_shared(to + place(q, p), Pair<f16>(w[i][0] * scale.there, w[i][1] * scale.there));
@@ -147,7 +147,8 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   template <int WHICH, int ROWS, int COLUMNS, int NEXT_ROWS, int NEXT_COLUMNS>
   DEVICE void bring(u32 phase, const void* next, i64 next_unit) const {
     constexpr int kRow = COLUMNS / 4;
-    const Scale scale(most_of_warps<kLoaders>(most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, 4));
+    const Scale scale(most_of_warps<kLoaders>(
+        most_of_rows<WHICH, ROWS, COLUMNS>(), 2 + WHICH, [] { sync_warpgroup(kConsumers / 128); }));
     ring.wait_until_empty({WHICH, phase});
     if (threadIdx.x == kConsumers) store_shared(back_of(WHICH), scale.back);
     UNROLL for (int time = 0; time < kTimes; ++time) {
@@ -179,7 +180,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
     const float back_a = load_scaled<Q0, P0>(a, 0, [&](int q, int p) { return Pass::weight_a(params, q, p); });
     const float back_b = load_scaled<Q1, P1>(b, 1, [&](int q, int p) { return Pass::weight_b(params, q, p); });
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     float d_a[kParts * 32] = {}, d_b[kP1 / 2] = {};
     u32 phase = 0;
     ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, phase ^= 1) {
@@ -240,7 +241,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       most = 0;
       UNROLL for (float sum : sums) most = fmaxf(most, size_of(sum));
     }
-    const Scale scale(most_of_warps<4>(most, 4 + warpgroup, 2 + warpgroup));
+    const Scale scale(most_of_warps<4>(most, 4 + warpgroup, [&] { sync_warpgroup(warpgroup); }));
     wait_for_bytes(rows_empty(), phase);
     if (threadIdx.x % 128 == 0) store_shared(back_of_rows(warpgroup), scale.back * back);
     put<P0, Q1>(d_t, sums, first, lane, scale.there);

@@ -120,7 +120,7 @@ template <class Pass> struct SingleSplitBackward {
     const float* w = static_cast<const float*>(params.weights[0]);
     load_split_weight<PIECES, Q, P, kConsumers>(weight, [&](int q, int p) { return w[q * P + p]; });
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     const int part = kParts == 2 ? warpgroup : 0, group = kParts == 2 ? 0 : warpgroup;
     int own = x_of(group), weights = weight + part * kBlock;
     float d_w[kParts][32] = {};  // 64 q's each
@@ -180,6 +180,6 @@ template <class Pass> struct SingleSplitBackward {
             if (q < Q && p < P) store_global(to + q * P + p, sum[i]);
           }
         },
-        [] { sync_threads<kConsumers>(1); });
+        [] { sync_consumers<kConsumers>(); });
   }
 };

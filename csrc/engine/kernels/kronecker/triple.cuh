@@ -83,7 +83,7 @@ template <class Pass> struct Triple {
         take_registers<Pass::LAST_REGISTERS>();
       else
         give_registers<Pass::LAST_REGISTERS>();
-      sync_threads<kMakers>(1);
+      sync_consumers<kMakers>();
       last(warpgroup - Two::kConsumers);
     } else {
       take_registers<Pass::REGISTERS>();
@@ -97,7 +97,7 @@ template <class Pass> struct Triple {
         two.template load_weight<0, Pass::FACTOR_O, kNO, kBytesO, kSlabO, QO, PO>(
             o, [&](int q, int p) { return Pass::weight_o(params, q, p); });
       fence_copy_engine();
-      sync_threads<kMakers>(1);
+      sync_consumers<kMakers>();
       make_middles();
     }
     sync_cluster();  // others may still send to this block, or free what they had from it
@@ -177,9 +177,9 @@ template <class Pass> struct Triple {
     const u32 own = staged + warpgroup * kStagedBytes;
     const u32 to = middle + buffer * kMiddleBytes;
     UNROLL for (int round = 0; round < kN; round += kRound) {
-      sync_group<4, 16>(1 + warpgroup);  // the last rows have left
+      sync_warpgroup(warpgroup);  // the last rows have left
       UNROLL for (int n = round; n < kN && n < round + kRound; n += kSize == 2 ? 16 : 8) put(y, own, n, n - round);
-      sync_group<4, 16>(1 + warpgroup);
+      sync_warpgroup(warpgroup);
       UNROLL for (int j = 0; j < kRound * kPieces; j += 128) {
         const int row = (j + thread) / kPieces, piece = (j + thread) % kPieces, q0 = in_order(round + row);
         if (round + j / kPieces >= kN) break;
@@ -289,7 +289,7 @@ template <class Pass> struct Triple {
   }
   DEVICE void copy_bias(i64 sample, int tile, int group) const {
     const Element* bias = bias_of(sample, tile);
-    sync_group<4, 16>(1 + warpgroup);  // the last results have left
+    sync_warpgroup(warpgroup);  // the last results have left
     UNROLL for (int k = 0; k < kNO; k += 16) {
       const int q = k + thread / 8, piece = thread % 8;
       const bool present = (QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns();
@@ -300,7 +300,7 @@ template <class Pass> struct Triple {
   DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile, int group) const {
     if constexpr (Pass::BIAS && kSize == 2) {
       wait_for_copies<0>();
-      sync_group<4, 16>(1 + warpgroup);
+      sync_warpgroup(warpgroup);
       UNROLL for (int n = 0; n < kNO; n += 16) {
         u32 word[4];
         load_matrices<true>(word, place_of_columns(results_of(group), n));
@@ -330,9 +330,9 @@ template <class Pass> struct Triple {
       }
     } else {
       const u32 own = results_of(group);
-      sync_group<4, 16>(1 + warpgroup);
+      sync_warpgroup(warpgroup);
       UNROLL for (int n = 0; n < kNO; n += 16) put_columns(y, own, n, n);
-      sync_group<4, 16>(1 + warpgroup);
+      sync_warpgroup(warpgroup);
       UNROLL for (int k = 0; k < kNO; k += 16) {
         const int q = k + thread / 8, piece = thread % 8;
         if ((QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns())

@@ -36,12 +36,14 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     Base::run([&](int group) { make_gradients(group); });
   }
 
+  // Behind the barriers of all warpgroups by themselves
+  static DEVICE void sync_last() { sync_group<LAST * 4, 16>(3 + kMakers / 128); }
   // Warpgroups that share slots
   DEVICE void sync() const {
     if constexpr (kSharing > 1)
-      sync_threads<kSharing * 128>(1 + kMakers / 128);
+      sync_last();
     else
-      sync_group<4, 16>(1 + warpgroup);
+      sync_warpgroup(warpgroup);
   }
 
   // Columns of a sample, from a tile's first one on
@@ -119,7 +121,7 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     wait_for_products<0>();
     touch(d_t), touch(d_o);
     release_if_read(buffer, tile);
-    sync_group<4, 16>(1 + warpgroup);  // nobody reads G any more
+    sync_warpgroup(warpgroup);  // nobody reads G any more
     Slabs<Element, 64>::template store<PO, 64, Q0 * Q1>(d_t, g, thread / 32 * 16, lane, 1.f, to);
   }
 
@@ -170,11 +172,11 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
   DEVICE void store(float (&d_o)[PO / 2], int group) const {
     constexpr int kFours = PO / 8;
     const auto four = [&](int other, int n) { return results + other * kResultBytes + (n * 128 + thread) * 16; };
-    sync_group<4, 16>(1 + warpgroup);  // the last dT has left
+    sync_warpgroup(warpgroup);  // the last dT has left
     if (group > 0 && group < kStep)
       UNROLL for (int n = 0; n < kFours; ++n)
         put_sums(four(group, n), {d_o[n * 4], d_o[n * 4 + 1], d_o[n * 4 + 2], d_o[n * 4 + 3]});
-    sync_threads<LAST * 128>(1 + kMakers / 128);
+    sync_last();
     if (group > 0) return;
     const int blocks = gridDim.x * CLUSTER, block = blockIdx.x * CLUSTER + rank;
     const int present = int(min(params.batch * Pass::UNITS, i64(Pass::MOST)));

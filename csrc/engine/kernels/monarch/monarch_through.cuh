@@ -161,7 +161,7 @@ template <class Pass> struct MonarchThrough {
     }
     UNROLL for (int i = 0; i < kWords; i += 4)
       store_u32x4(through + (team * (kWords / 4) + i / 4) * 2048, {words[i], words[i + 1], words[i + 2], words[i + 3]});
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     UNROLL for (int i = 0; i < kWords; i += 4) {
       u32 given[4];
       load_u32x4(through + ((1 - team) * (kWords / 4) + i / 4) * 2048, given);

@@ -215,7 +215,7 @@ template <class Pass> struct SlabBackward {
   DEVICE void consume() const {
     put_weights();
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     if (threadIdx.x < 128)
       make_x();
     else

@@ -85,7 +85,7 @@ template <class Pass> struct UntiedBackward {
     commit_copies();
     wait_for_copies<0>();
     fence_copy_engine();
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
   }
   // One thread
   DEVICE void produce() const {

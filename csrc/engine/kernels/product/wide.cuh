@@ -273,9 +273,9 @@ template <class Pass> struct Wide {
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
       if constexpr (kMixes)
-        sync_threads<128>(1), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
+        sync_warpgroup(Pass::CONSUMERS), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (kCopy < 16)
-        sync_threads<128>(1), split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
+        sync_warpgroup(Pass::CONSUMERS), split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else if constexpr (Pass::SPLIT)
         split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else

@@ -52,7 +52,6 @@ template <class Pass> struct WideGradient {
   static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
   static constexpr int kPieces = kOnes + kOnesBytes, kPiecesBytes = kBytesG + kBytesX;
   static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes;
-  static constexpr int kMeeting = 1;  // of producers, among a block's barriers
   static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
   static constexpr bool kSideBySide = P % 4 == 0 && kPart % 4 == 0;  // sums are stored by four
@@ -255,7 +254,7 @@ template <class Pass> struct WideGradient {
     ROLL for (int i = 0; i < Pass::AHEAD; ++i) copy_next(blockIdx.x + i * gridDim.x);
     ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       wait_for_copies<Pass::AHEAD - 1>();
-      sync_threads<128>(kMeeting);  // this chunk's copies are there, and what the next ones overwrite has been taken
+      sync_warpgroup(WM * WN);  // this chunk's copies are there, and what the next ones overwrite has been taken
       copy_next(chunk + Pass::AHEAD * gridDim.x);
       if constexpr (!kCopies) slots.wait_until_empty(taken);
       const u32 slabs = slots.at(taken.slot), pieces = memory + kPieces + from * kPiecesBytes;

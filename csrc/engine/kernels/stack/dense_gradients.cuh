@@ -19,7 +19,7 @@ template <class Pass> struct DenseGradients : Dense<Pass> {
 
   DEVICE DenseGradients(const Params& given) : Layers(given) {}
 
-  DEVICE void sync() const { sync_group<4, 16>(this->group + 1); }
+  DEVICE void sync() const { sync_warpgroup(this->group); }
   // Where this group has no tile: as for one, before it and in each of its layers
   DEVICE void meet(i64 tile, i64 tiles) const {
     meet_as_others<Pass::GROUPS>(tile - i64(this->group) * gridDim.x, tiles, 1 + Pass::LAYERS, [&] { sync(); });

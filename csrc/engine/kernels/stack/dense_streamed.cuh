@@ -35,7 +35,7 @@ template <class Pass> struct DenseStreamed {
   static constexpr int kLoaders = kInChunks ? 64 : 128;  // who copy rows
   static constexpr int kConsumers = Pass::GROUPS * 128, kSlotBytes = Pass::SLOT_ROWS * 128;
   static constexpr int kXSlabs = ceil_div(First::K, kSlab);
-  static constexpr int kMeeting = Pass::GROUPS + 1;                    // of the producers
+  static constexpr int kMeeting = Pass::GROUPS + 2;                    // of the producers, behind those of warpgroups
   template <class L> static constexpr int kColumns = L::PARTS * L::N;  // of a pass
   template <class L> using Sums = float[L::PARTS][L::N / 2];
   template <class L>
@@ -208,7 +208,7 @@ template <class Pass> struct DenseStreamed {
         commit_copies();
         wait_for_copies<0>();
         if constexpr (kSize == 4) {
-          sync_threads<kLoaders>(kMeeting);
+          sync_group<kLoaders / 32, 16>(kMeeting);
           round_x();
         }
         arrive(of_x.full(0));
@@ -221,7 +221,7 @@ template <class Pass> struct DenseStreamed {
 
   // Consumers
 
-  DEVICE void meet() const { sync_threads<128>(1 + warpgroup); }
+  DEVICE void meet() const { sync_warpgroup(warpgroup); }
 
   // What sums begin with: the bias, or zeros
   template <class L> DEVICE void begin(Sums<L>& z, u32 bias) const {
@@ -424,7 +424,7 @@ template <class Pass> struct DenseStreamed {
   }
   DEVICE void consume() const {
     Pass::load_weights(*this);
-    sync_threads<kConsumers>(kMeeting + 1);
+    sync_consumers<kConsumers>();
     Cursor cursor(0);
     for (int round = 0; sample_of(round, 0) < params.batch; ++round) {
       if (sample_of(round, warpgroup) < params.batch)
