@@ -23,13 +23,14 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
     const typename Pass::Gate::Activation gate(params);
     const typename Pass::Candidate::Activation candidate(params);
 
-    Real h[kRounds][2], own_bias[kRounds][2], next[kRounds][kGates][2];
+    Real h[kRounds][2], own_bias[kRounds][2];
+    typename Base::Asked next[kRounds][kGates];
     const auto read_inputs = [&](u32 step, i64 begin) {
       UNROLL for (int round = 0; round < kRounds; ++round) {
         const Two two = Base::two(round, begin);
         const Row row = Base::rows().of(step, two.unit);
         UNROLL for (int g = 0; g < kGates; ++g)
-          if (two.first && row.there()) Base::read(inputs[g] + row.at(input_row) + two.feature, two, next[round][g]);
+          if (two.first && row.there()) Base::ask(inputs[g] + row.at(input_row) + two.feature, two, next[round][g]);
       }
     };
     const auto begin_group = [&](i64 begin) {
@@ -55,7 +56,7 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
           Real x[kRounds][kGates][2];
           UNROLL for (int round = 0; round < kRounds; ++round)
             UNROLL for (int g = 0; g < kGates; ++g)
-              UNROLL for (int i = 0; i < 2; ++i) x[round][g][i] = next[round][g][i];
+              UNROLL for (int i = 0; i < 2; ++i) x[round][g][i] = next[round][g].number(i);
           read_inputs(step + 1, begin);
           __syncthreads();
           Base::multiply_slice();

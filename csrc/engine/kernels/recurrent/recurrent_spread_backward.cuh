@@ -21,13 +21,14 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
     Element* const product = tensor_at<Element>(params, Pass::kOutputs + 2);
     Element* const grad_initial = tensor_at<Element>(params, Pass::kOutputs + 3);
 
-    Real g[kRounds][2], of_initial[kRounds][2], next[kRounds][STREAMS][2];
+    Real g[kRounds][2], of_initial[kRounds][2];
+    typename Base::Asked next[kRounds][STREAMS];
     const auto read_streams = [&](u32 step, i64 begin) {
       UNROLL for (int round = 0; round < kRounds; ++round) {
         const Two two = Base::two(round, begin);
         const Row row = Base::rows().of(step, two.unit);
         UNROLL for (int i = 0; i < STREAMS; ++i)
-          if (two.first && row.there()) Base::read(streams[i] + row.at(Pass::HIDDEN) + two.feature, two, next[round][i]);
+          if (two.first && row.there()) Base::ask(streams[i] + row.at(Pass::HIDDEN) + two.feature, two, next[round][i]);
       }
     };
     const auto begin_group = [&](i64 begin) {
@@ -44,12 +45,12 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
             if (!two.first || !row.there()) continue;
             Real grad[2], a[2];
             const auto& x = next[round];
-            UNROLL for (int i = 0; i < 2; ++i) grad[i] = x[grad_y][i] + g[round][i], g[round][i] = grad[i] - x[kept][i] * grad[i];
+            UNROLL for (int i = 0; i < 2; ++i) grad[i] = x[grad_y].number(i) + g[round][i], g[round][i] = grad[i] - x[kept].number(i) * grad[i];
             UNROLL for (int gate = kGates - 1; gate >= 0; --gate) {
-              UNROLL for (int i = 0; i < 2; ++i) a[i] = x[of_reset + gate][i] * grad[i];
+              UNROLL for (int i = 0; i < 2; ++i) a[i] = x[of_reset + gate].number(i) * grad[i];
               Base::give(gates[gate] + row.at(gate_row) + part + two.feature, two, a[0], a[1]);
               if (gate < 2) continue;
-              UNROLL for (int i = 0; i < 2; ++i) a[i] *= x[reset][i];
+              UNROLL for (int i = 0; i < 2; ++i) a[i] *= x[reset].number(i);
               Base::give(product + row.at(Pass::HIDDEN) + part + two.feature, two, a[0], a[1]);
             }
           }

@@ -190,21 +190,34 @@ template <class Pass> struct Spread : Chain<Pass> {
     const bool there = threadIdx.x % kLanes == 0 && pair == all && begin + unit < units && part + feature < Pass::HIDDEN;
     return {unit, feature, there, there && part + feature + 1 < Pass::HIDDEN};
   }
-  DEVICE void read(const Element* from, const Two& two, Real (&x)[2]) const {
-    if constexpr (Pass::PAIRED) {
-      u32 words[2 * kSize / 4];
-      load_global<2 * kSize>(from, words, two.first);
-      UNROLL for (int i = 0; i < 2; ++i) {
-        if constexpr (kSize == 8)
-          x[i] = double_of(words[i * 2], words[i * 2 + 1]);
-        else if constexpr (kSize == 4)
-          x[i] = __uint_as_float(words[i]);
-        else
-          x[i] = widen(Element{static_cast<unsigned short>(words[0] >> i * 16)});
-      }
-    } else {
-      UNROLL for (int i = 0; i < 2; ++i) x[i] = (i == 0 ? two.first : two.second) ? widen(from[i]) : Real(0);
+  // Two numbers as they have been asked for: whoever takes them waits for them.
+  struct Asked {
+    static constexpr int kEach = kSize < 4 ? 1 : kSize / 4;  // words of one
+    u32 words[Pass::PAIRED ? 2 * kSize / 4 : 2 * kEach];
+    DEVICE Real number(int i) const {
+      if constexpr (kSize == 8)
+        return double_of(words[i * 2], words[i * 2 + 1]);
+      else if constexpr (kSize == 4)
+        return __uint_as_float(words[i]);
+      else
+        return widen(Element{static_cast<unsigned short>(Pass::PAIRED ? words[0] >> i * 16 : words[i])});
     }
+  };
+  DEVICE void ask(const Element* from, const Two& two, Asked& asked) const {
+    if constexpr (Pass::PAIRED) {
+      load_global<2 * kSize>(from, asked.words, two.first);
+    } else {
+      UNROLL for (int i = 0; i < 2; ++i) {
+        u32 words[Asked::kEach];
+        load_global<kSize>(from + i, words, i == 0 ? two.first : two.second);
+        UNROLL for (int w = 0; w < Asked::kEach; ++w) asked.words[i * Asked::kEach + w] = words[w];
+      }
+    }
+  }
+  DEVICE void read(const Element* from, const Two& two, Real (&x)[2]) const {
+    Asked asked;
+    ask(from, two, asked);
+    UNROLL for (int i = 0; i < 2; ++i) x[i] = asked.number(i);
   }
   DEVICE void give(Element* to, const Two& two, Real first, Real second) const {
     if constexpr (Pass::PAIRED) {
