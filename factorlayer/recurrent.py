@@ -133,7 +133,8 @@ class FactorGRU(Gated):
         state = state_of("FactorGRU", hx, layout, len(self.cells), self.hidden_size)
         mask = mask_of("FactorGRU", starts, layout)
         rows, state, parameters, further = self._given(layout.rows, state)
-        chosen = self._choose(rows, mask is not None and state is not None and walk.offsets is not None)
+        apart = mask is not None and state is not None and walk.offsets is not None
+        chosen = self._choose(rows, apart, walk.sequences)
         with no_autocast(rows):
             if chosen == "batched" and mask is None and walk.steps and walk.sequences and self._is_dense_gru:
                 output, states = self._by_pytorch(rows, walk, state, parameters)

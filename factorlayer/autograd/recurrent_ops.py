@@ -22,6 +22,7 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
 from factorlayer.autograd.vectors import are_vectors, one_by_one
+from factorlayer.kernels.recurrent.recurrent import STEPS
 from factorlayer.kernels.recurrent.recurrent import why_not as why_no_kernel
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
@@ -46,6 +47,24 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
         if not all(layer_ops.has_kernel(text, initial.dtype, initial.get_device(), True) for text in texts):
             return why_no_kernel(recurrence) or "its recurrent weights do not fit in a multiprocessor's shared memory"
     return None
+
+
+# A step of cuDNN's dense unit on an H200, where the host does not count: its least time, and FLOPs in a microsecond
+CUDNN_STEP_US = 6.3
+CUDNN_FLOPS = {torch.float16: 170e6, torch.bfloat16: 170e6, torch.float32: 40e6, torch.float64: 30e6}
+
+
+def why_slower(recurrence: Recurrence, x: Tensor, sequences: int) -> str | None:
+    """Why PyTorch's op for dense units is predicted to take less than the fused implementation, or None."""
+    if not x.is_cuda or is_compiling():
+        return None
+    text = _text_for(recurrence, x)
+    us = layer_ops.predicted_us(text, sequences, x.dtype, x.get_device()) / STEPS
+    flops = GATES * recurrence.chain.forward_flops(sequences)
+    theirs = CUDNN_STEP_US + flops / CUDNN_FLOPS[x.dtype]
+    if us <= theirs:
+        return None
+    return f"a step is predicted to take {us:.1f} us fused, and {theirs:.1f} by PyTorch's op"
 
 
 @functools.cache

@@ -93,6 +93,8 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
         found = plan_of(chain, dtype, batch_class, gpu)
     except PlanError:
         return " ".join([str(math.inf)] * len(ASKED[batch_class]))
+    if is_recurrent(chain):  # of STEPS steps; what their functions take is part of it
+        return " ".join(repr(sum(p.us_of(n) for p in found.passes)) for n in ASKED[batch_class])
     layers, _, word = _read(chain, dtype)
     functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
     us = (sum(p.us_of(n) for p in found.passes) for n in ASKED[batch_class])

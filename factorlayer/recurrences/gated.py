@@ -183,11 +183,13 @@ class Gated(Recorded):
             worst = max(self.projection_errors, key=lambda name: self.projection_errors[name].weight)
             lines.append(f"projected: {worst} most; {self.projection_errors[worst]}")
         x = next(self.parameters())[:0]
-        chosen = self._choose(autocast(x, (), None)[0])
+        chosen = self._choose(autocast(x, (), None)[0], sequences=sequences)
         if chosen == "fused":
             lines.append("runs fused: input products at once, and the recurrence by one op")
         elif self.implementation == "auto":
-            lines.append(f"runs {self._batched()}, because fused cannot: {self.why_not_fused(x)}")
+            reason = self.why_not_fused(x)
+            because = self._why_slower(x, sequences) if reason is None else f"fused cannot: {reason}"
+            lines.append(f"runs {self._batched()}, because {because}")
         else:
             lines.append(f"runs {self._batched() if chosen == 'batched' else chosen}, as asked")
         return "\n".join(lines)
@@ -277,13 +279,13 @@ class Gated(Recorded):
         known = cell.recurrence.reset == "after" and self._chain.activation == "tanh" and cell.norm is None
         return dense and known and not transforms_active() and forward_ad._current_level < 0
 
-    def _choose(self, x: Tensor, starts_apart: bool = False) -> str:
+    def _choose(self, x: Tensor, starts_apart: bool = False, sequences: int = 1) -> str:
         """naive, batched or fused."""
         if self.implementation not in ("auto", "fused"):
             return self.implementation
         reason = self.why_not_fused(x, starts_apart)
         if reason is None:
-            return "fused"
+            return "batched" if self._why_slower(x, sequences) else "fused"
         if self.implementation == "fused":
             raise RuntimeError(
                 f"{self._who}: implementation='fused' cannot run: {reason}; or use implementation='auto'"
@@ -311,6 +313,12 @@ class Gated(Recorded):
         if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
             return _given_up[recurrence.text, x.dtype]
         return ops.why_not_fused(recurrence, x)  # type: ignore[no-any-return]
+
+    def _why_slower(self, x: Tensor, sequences: int) -> str | None:
+        """Why auto does not take the fused implementation, which could; or None."""
+        if self.implementation != "auto" or not self._is_dense_gru:
+            return None
+        return ops.why_slower(self.cells[0].recurrence, x, sequences)  # type: ignore[no-any-return]
 
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""

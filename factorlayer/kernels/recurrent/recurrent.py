@@ -22,7 +22,7 @@ WARPS = (4, 8, 16)
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of a block
 SHARES = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8))  # 16 x 8 sums of a warp at once, down and across
 SLOTS = (4, 2)  # steps that inputs are asked for ahead, a power of two
-LOADERS = 1  # warps that bring inputs
+LOADING = 1  # warps that bring inputs
 REGISTERS = 65536  # of a multiprocessor
 OF_SUM = {"float32": 2, "float64": 2}  # registers of a number that is kept, where that is not one
 BESIDE = 72  # registers of a thread beside its numbers
@@ -62,7 +62,7 @@ class Recurrent(Pass):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps + LOADERS)
+        return 32 * (self.warps + LOADING)
 
     @property
     def split(self) -> int:
@@ -210,7 +210,7 @@ class Recurrent(Pass):
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
-        told |= {"STREAMS": self.streams, "LOADERS": LOADERS, "BARRIERS": self.barriers, "EVEN": self.is_even}
+        told |= {"STREAMS": self.streams, "BARRIERS": self.barriers, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
         told |= {"DOWN": self.goes_down != self.recurrence.reverse}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}

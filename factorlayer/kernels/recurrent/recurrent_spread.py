@@ -26,7 +26,10 @@ WARPS = 8
 OWN = (8, 16, 24, 32, 48, 64)  # features of a block
 SEQUENCES = (16, 32, 64)  # of a block at once
 STEPS_HELD = 4  # whose rows are known
-HANDED_ON_US = 0.9  # from what a block has made to what another one reads of it
+LANES = 4  # that add up what warps have summed of two features
+# Microseconds on an H100: from what a block has made to what another one reads of it, with what is alike at every step;
+# and for the features that a block's threads go on with at once, forward and back
+HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.95, 0.3, 0.75
 INPUTS, STREAMS = 3, 6  # tensors that a step reads, forward and back
 
 
@@ -45,6 +48,7 @@ class RecurrentSpread(Pass):
     units_per_sample = 1
     handed, summed = 1, GATES  # tensors of states that blocks hand on, and gates whose sums stay apart
     turned = goes_down = False
+    round_us = ROUND_US
     title = "recurrent, spread"
 
     @property
@@ -111,10 +115,10 @@ class RecurrentSpread(Pass):
         steps = -(-stage.p // (16 if self.size == 2 else 8))
         of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
         each = steps * (of_a + stage.nt * of_b + stage.nt * of_product)
-        rounds = stage.tiles * GATES
-        products = rounds * (steps * OF_PRODUCT / 2 + each * OF_INSTRUCTION) / gpu.rates.cycles
+        products = stage.tiles * GATES * (steps * OF_PRODUCT / 2 + each * OF_INSTRUCTION) / gpu.rates.cycles
         gathered = self.handed * self.units * self.hidden * self.size
-        return HANDED_ON_US + gathered / gpu.rates.l2_bytes + products
+        rounds = -(-self.units * self.own // 2 * LANES // self.threads)
+        return HANDED_ON_US + gathered / gpu.rates.l2_bytes + products + rounds * self.round_us
 
     # What its kernel is told
 

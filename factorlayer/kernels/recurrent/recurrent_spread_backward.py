@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.recurrent.recurrent_spread import STREAMS, RecurrentSpread, tilings
+from factorlayer.kernels.recurrent.recurrent_spread import ROUND_BACK_US, STREAMS, RecurrentSpread, tilings
 from factorlayer.maths.recurrence import GATES, Recurrence
 
 
@@ -16,6 +16,7 @@ class RecurrentSpreadBackward(RecurrentSpread):
 
     handed, summed = GATES, 1
     turned = goes_down = True
+    round_us = ROUND_BACK_US
     title = "recurrent, spread, backward"
 
     @property

@@ -2,10 +2,10 @@
 // weights of all gates in shared memory. What a sequence's state is multiplied by at every step are contractions as chain.cuh has
 // them; the sums of the last one stay with the lanes that made them, which keep the state of the same features from step to step.
 //
-// Behind the warps that do so, LOADERS more bring what is read at each step, SLOTS steps ahead, and say where its rows lie. All
+// Behind the warps that do so, one more brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All
 // meet at the barriers that end contractions: when a step ends, what the next one reads is there.
 //
-// Pass: what chain.cuh asks for, and LOADERS; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS,
+// Pass: what chain.cuh asks for; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS,
 //       tensors with a row for each step that is read; PAIRED, whether two neighbouring features
 //       are always one lane's and lie together; Last, the last contraction, RESULT, how what it makes, and streams, lie, and
 //       before_last(), all contractions but the last; LAYOUT, how the first one reads the state, kStateBytes of one, and EVEN, whether
@@ -125,9 +125,9 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     else
       UNROLL for (int i = 0; i < 2; ++i) x[i] = i == 0 || two.second ? Base::number(from + i * kSize) : Real(0);
   }
-  // How loading threads bring a row of a stream: pieces of BYTES, which no row of its layout cuts, in steps of STEP elements.
+  // How its threads bring a row of a stream: pieces of BYTES, which no row of its layout cuts, in steps of STEP elements.
   struct Pieces {
-    static constexpr int kRun = Last::BY_ROWS ? Last::Q : Last::I, kThreads = Pass::LOADERS * 32, kBytesOfRun = kRun * kSize;
+    static constexpr int kRun = Last::BY_ROWS ? Last::Q : Last::I, kThreads = 32, kBytesOfRun = kRun * kSize;
     static constexpr int BYTES = kBytesOfRun % 16 == 0 ? 16 : kBytesOfRun % 8 == 0 ? 8 : kBytesOfRun % 4 == 0 ? 4 : 2;
     static constexpr int EACH = BYTES < kSize ? 1 : BYTES / kSize, STEP = kThreads * EACH, COUNT = ceil_div(Pass::HIDDEN, STEP);
     static constexpr bool EVEN = STEP % kRun == 0 || kRun % STEP == 0;  // a thread's pieces lie at constants behind its first
@@ -196,12 +196,12 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     }
   }
 
-  // What the loading warps do: `load(to, stream, row, unit)` brings a row of a stream, and `loader(thread)` is what does so.
+  // What the loading warp does: `load(to, stream, row, unit)` brings a row of a stream, and `loader(thread)` is what does so.
   template <class Loader> DEVICE void bring(const Walk& walk, u32 steps, const Loader& loader) const {
     const int thread = threadIdx.x - kBlock;
     const auto load = loader(thread);
     const bool reads_rows = thread < Pass::UNITS;
-    static_assert(Pass::UNITS <= Pass::LOADERS * 32);
+    static_assert(Pass::UNITS <= 32);
     Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
     const auto bring_step = [&](u32 step) {
       for (int unit = 0; unit < Pass::UNITS; ++unit) {
@@ -214,7 +214,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     ahead.advance(0);
     for (u32 step = 0; step < kCodes - 1; ++step)
       if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
-    sync_loaders();
+    __syncwarp();
     for (u32 step = 0; step < Pass::SLOTS; ++step) bring_step(step);
     wait_for_copies<Pass::SLOTS - 1>();
     __syncthreads();
@@ -227,14 +227,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     }
     wait_for_copies<0>();
   }
-  DEVICE static void sync_loaders() {
-    if constexpr (Pass::LOADERS == 1)
-      __syncwarp();
-    else
-      sync_threads<Pass::LOADERS * 32>(1);
-  }
-
-  // One step after another: loading warps bring what the others, once they are `ready`, go on with.
+  // One step after another: the loading warp brings what the others, once they are `ready`, go on with.
   template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
