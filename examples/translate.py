@@ -11,7 +11,7 @@ import string
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from factorlayer import FactorGRU
+from factorlayer.maths.recurrence import GateStructure
 
 WRITTEN = string.ascii_lowercase + string.digits + " ,./'"
 DATE = string.digits + "-"
@@ -105,8 +106,10 @@ def learn(model: Translator, steps: int, batch: int, rate: float) -> tuple[list[
 
 
 def main(
-    side: Annotated[int, typer.Option(min=2, help="The state has side² features.")] = 16,
-    rank: Annotated[int, typer.Option(min=1, help="Kronecker products added up in a matrix.")] = 4,
+    hidden: Annotated[int, typer.Option(min=1, help="Features of the state.")] = 256,
+    structure: Annotated[str, typer.Option(help="blocks, monarch or kronecker.")] = "monarch",
+    blocks: Annotated[int | None, typer.Option(min=1, help="Of monarch and blocks; by default about √hidden.")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Of a matrix, or of its blocks.")] = 1,
     features: Annotated[int, typer.Option(min=1, help="Of a letter.")] = 16,
     steps: Annotated[int, typer.Option(min=1)] = 2000,
     batch: Annotated[int, typer.Option(min=1)] = 128,
@@ -115,15 +118,13 @@ def main(
     picture: Annotated[Path | None, typer.Option(help="Where to draw accuracies (needs matplotlib).")] = None,
 ) -> None:
     """Learn to read dates with FactorGRU and with nn.GRU: accuracy, parameters and time of both."""
-    hidden = side * side
 
     def dense() -> nn.Module:
         return nn.GRU(features, hidden)
 
     def factored() -> nn.Module:
-        return FactorGRU(
-            features, hidden, structure="kronecker", factors=(side, side), rank=rank, input_structure="dense"
-        )
+        kind = cast(GateStructure, structure)
+        return FactorGRU(features, hidden, structure=kind, blocks=blocks, rank=rank, input_structure="dense")
 
     curves = {}
     for name, make in {"dense": dense, "factored": factored}.items():

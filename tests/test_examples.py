@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
+import random
 import re
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,8 @@ import pytest
 import torch
 import typer
 from typer.testing import CliRunner
+
+from factorlayer import FactorGRU
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -79,3 +83,31 @@ def test_pictures(name: str, arguments: str, tmp_path: Path) -> None:
 
 def test_all_examples_are_run() -> None:
     assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson"]
+
+
+def test_translate_letter_by_letter_is_what_the_decoder_expects() -> None:
+    """Of strings of different length, each by itself."""
+    translate = load("translate")
+    torch.manual_seed(0)
+    sizes = dict(structure="monarch", blocks=4, input_structure="dense")
+    model = translate.Translator(FactorGRU(3, 16, **sizes), FactorGRU(3, 16, **sizes), 3, 16).double()
+    given, right = translate.pairs(range(40, 4000, 400), random.Random(0))
+    made = model.translate(given)
+    assert made.shape == right.shape == (10, 10) and len({len(each) for each in given}) > 1
+    assert torch.equal(model(given, made).argmax(dim=2).t(), made)
+    assert torch.equal(torch.cat([model.translate([each]) for each in given]), made)
+
+
+def test_translate_writes_dates_as_people_do() -> None:
+    translate = load("translate")
+    found = {translate.written(datetime.date(1987, 3, 22), form) for form in translate.FORMS}
+    assert {"sunday the 22nd of march, 1987", "22 mar 1987", "mar 22 '87", "22.03.1987", "03/22/1987"} <= found
+    days = [datetime.date(2004, 2, day) for day in (1, 2, 3, 11, 12, 13, 21)]
+    assert [translate.written(day, "{th}") for day in days] == ["1st", "2nd", "3rd", "11th", "12th", "13th", "21st"]
+
+
+def test_translate(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run("translate", f"--hidden 16 --steps 3 --batch 8 --picture {tmp_path}/t.png")
+    dense, factored = (int(value) for value in re.findall(r"(\d+) parameters", found))
+    assert factored < dense and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
