@@ -163,15 +163,19 @@ class FactorGRU(Gated):
             for reverse in range(self._directions):
                 i = layer * self._directions + reverse
                 cell = self.cells[i]
-                restart = self._initial(cell, walk.sequences, rows, parameters)
-                initial = restart if hx is None else hx[i]
+                if hx is None:
+                    initial = self._initial(cell, walk.sequences, rows, parameters)
+                    restart = None
+                else:
+                    initial = hx[i]
+                    restart = None if starts is None else self._initial(cell, walk.sequences, rows, parameters)
                 core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
                 outputs.append(self._states(cell, *core))
                 states.append(walk.last(outputs[-1], initial, bool(reverse)))
             rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
             if self.dropout and self.training and layer < self.num_layers - 1:
                 rows = F.dropout(rows, self.dropout)
-        return rows, torch.stack(states)
+        return rows, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:

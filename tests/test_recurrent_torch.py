@@ -169,3 +169,26 @@ def test_implementation_is_one_of_ours() -> None:
     assert cell.implementation == "batched"
     with pytest.raises(ValueError, match=r"FactorGRUCell: implementation should be one of auto"):
         cell.implementation = "quick"
+
+
+def test_activation_stays_what_it_was_built_with() -> None:
+    with pytest.raises(AttributeError, match="FactorGRU: activation is traced when the layer is built; build another"):
+        gru("dense").activation = "relu"
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@each_kind
+def test_parametrized(kind: str) -> None:
+    module, x = gru(kind), torch.randn(3, 2, 4)
+    names = [name for name in module.cells[0].shapes if name.startswith("weight")]
+    doubled = copy.deepcopy(module)
+    with torch.no_grad():
+        for name in names:
+            getattr(doubled, name).mul_(2)
+    for name in names:
+        nn.utils.parametrize.register_parametrization(module, name, Doubled())
+    assert_same(list(module(x)), list(doubled(x)))

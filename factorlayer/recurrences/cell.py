@@ -37,17 +37,30 @@ class Cell:
     learned_initial: bool
     suffix: str = ""  # _l0, _l0_reverse …; none of a FactorGRUCell
     shapes: dict[str, tuple[int, ...]] = field(init=False, compare=False, repr=False)  # of the parameters, as nn.GRU's
+    chain: Chain = field(init=False, compare=False, repr=False)  # of one gate's input matrix
+    _names: dict[str, list[str]] = field(init=False, compare=False, repr=False)  # of weights, by the kind of matrix
 
     def __post_init__(self) -> None:
-        gates, shapes = (GATES * self.hidden,), dict[str, tuple[int, ...]]()
+        """Dense gates lie in one tensor."""
+        gates, shapes, names = (GATES * self.hidden,), dict[str, tuple[int, ...]](), {}
         for kind in KINDS:
             spec = self.spec(kind)
-            of_all = (*gates, spec.in_features)
-            shapes |= {name: of_all if is_dense(spec) else shape for name, shape in self._weights(kind)}
+            own: dict[str, tuple[int, ...]] = {f"weight_{kind}{self.suffix}": (*gates, spec.in_features)}
+            if not is_dense(spec):
+                places = [(gate, i) for gate in GATE_NAMES for i in range(len(spec.weight_shapes))]
+                own = {f"weight_{kind}_{gate}_{i}{self.suffix}": spec.weight_shapes[i] for gate, i in places}
+            shapes |= own
+            names[kind] = list(own)
         for present, name in ((self.bias, "bias"), (self.norm, "norm")):
             shapes |= {f"{name}_{kind}{self.suffix}": gates for kind in KINDS if present}
         shapes |= {f"initial{self.suffix}": (self.hidden,)} if self.learned_initial else {}
-        object.__setattr__(self, "shapes", shapes)
+        biased = self.bias and self.norm is None
+        for name, value in (
+            ("shapes", shapes),
+            ("chain", Chain.of(self.inputs, biased, "identity")),
+            ("_names", names),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def hidden(self) -> int:
@@ -56,18 +69,10 @@ class Cell:
     def spec(self, kind: Kind) -> LayerSpec:
         return self.inputs if kind == "ih" else self.recurrent
 
-    def _weights(self, kind: Kind) -> list[tuple[str, tuple[int, ...]]]:
-        """Names, with the shapes that they have in one gate. Dense gates lie in one tensor."""
-        spec = self.spec(kind)
-        if is_dense(spec):
-            return [(f"weight_{kind}{self.suffix}", spec.weight_shapes[0])]
-        each = list(enumerate(spec.weight_shapes))
-        return [(f"weight_{kind}_{gate}_{i}{self.suffix}", shape) for gate in GATE_NAMES for i, shape in each]
-
     def weights(self, kind: Kind, parameters: Parameters) -> list[list[Tensor]]:
         """The input or the recurrent matrices' weights, gate by gate."""
-        found = [parameters[name] for name, _ in self._weights(kind)]
-        each = list(found[0].chunk(GATES)) if is_dense(self.spec(kind)) else found
+        found = [parameters[name] for name in self._names[kind]]
+        each = list(found[0].chunk(GATES)) if len(found) == 1 else found
         count = len(each) // GATES
         return [each[g * count : (g + 1) * count] for g in range(GATES)]
 
@@ -82,23 +87,22 @@ class Cell:
         of_both, of_candidate = of_states.split([2 * self.hidden, self.hidden])
         return of_inputs + F.pad(of_both, (0, self.hidden)), of_candidate
 
-    def gates(self, rows: Tensor, parameters: Parameters, implementation: str, who: str) -> list[Tensor]:
-        """What the inputs of all rows bring to the gates: [rows, hidden] of each, or [rows, 3 · hidden] of dense ones,
-        which are one product."""
-        bias, gains = self.biases(parameters)[0], parameters.get(f"norm_ih{self.suffix}")
+    def gates(
+        self, rows: Tensor, parameters: Parameters, bias: Tensor | None, implementation: str, who: str
+    ) -> list[Tensor]:
+        """What the inputs of all rows, and a bias [3 · hidden], bring to the gates: [rows, hidden] of each, or
+        [rows, 3 · hidden] of dense ones, which are one product."""
+        gains = parameters.get(f"norm_ih{self.suffix}")
         added = None if gains is not None else bias
         if is_dense(self.inputs):
             made = [F.linear(rows, parameters[f"weight_ih{self.suffix}"], added)]
         else:
-            chain = Chain.of(self.inputs, added is not None, "identity")
             biases = [None] * GATES if added is None else added.chunk(GATES)
             each = zip(self.weights("ih", parameters), biases, strict=True)
-            made = [run(self.inputs, chain, rows, weights, b, implementation, who) for weights, b in each]
+            made = [run(self.inputs, self.chain, rows, weights, b, implementation, who) for weights, b in each]
         if gains is None:
             return made
-        both, candidate = torch.cat(made, dim=1).split(
-            [2 * self.recurrent.out_features, self.recurrent.out_features], 1
-        )
+        both, candidate = torch.cat(made, dim=1).split([2 * self.hidden, self.hidden], dim=1)
         product = torch.cat([normed(both, gains), normed(candidate, gains)], dim=1)
         return [product if bias is None else product + bias]
 

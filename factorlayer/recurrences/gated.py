@@ -52,6 +52,7 @@ class Gated(Recorded):
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype}")
         self.cells, self._scalar_names = tuple(cells), scalar_names
+        self._names = [name for cell in cells for name in cell.shapes]
         self.implementation = implementation  # type: ignore[assignment]
         for cell in cells:
             for name, shape in cell.shapes.items():
@@ -88,6 +89,11 @@ class Gated(Recorded):
     def __prepare_scriptable__(self) -> NoReturn:
         """What torch.jit.script asks every module for."""
         refuse_script(self._who)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "activation" and hasattr(self, name):
+            raise AttributeError(f"{self._who}: activation is traced when the layer is built; build another layer")
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"projection_errors": {}}
@@ -210,8 +216,11 @@ class Gated(Recorded):
 
     def _given(self, x: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Input, state, parameters by their names and those of the activation, in autocast's dtype if there is one."""
-        names = [name for cell in self.cells for name in cell.shapes]
-        tensors = [getattr(self, name) for name in names]
+        names = self._names
+        try:  # an attribute of a module takes ten times as long as an entry of a dict
+            tensors: list[Tensor] = [self._parameters[name] for name in names]  # type: ignore[misc]
+        except KeyError:  # a parametrization has taken the place of a parameter
+            tensors = [getattr(self, name) for name in names]
         further = scalars(self.activation, self._scalar_names) if self._scalar_names else []
         if any_autocast():
             x, tensors, hx = autocast(x, [*tensors, *further], hx)  # type: ignore[assignment]
@@ -249,9 +258,10 @@ class Gated(Recorded):
         chosen: str,
     ) -> Tensor:
         """The states behind all steps, [rows, hidden]."""
-        gates = cell.gates(rows, parameters, self.implementation, self._who)
+        added, bias = cell.biases(parameters)
+        gates = cell.gates(rows, parameters, added, self.implementation, self._who)
         weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
-        bias, gains = cell.biases(parameters)[1], parameters.get(f"norm_hh{cell.suffix}")
+        gains = parameters.get(f"norm_hh{cell.suffix}")
         if chosen == "fused":
             try:
                 return _by_op(cell.recurrence, gates, initial, restart, weights, bias, starts, walk)
@@ -365,7 +375,7 @@ def _by_op(
     walk: Walk,
 ) -> Tensor:
     """The op knows one state of a sequence, to begin with and to begin again: with two, each sequence becomes two."""
-    if starts is not None and restart is not None and restart is not initial and walk.steps:
+    if starts is not None and restart is not None and walk.steps:
         walk = cut(walk, starts, recurrence.reverse)
         initial = torch.cat([restart, initial] if recurrence.reverse else [initial, restart])
     return ops.fused(recurrence, gates, initial, weights, bias, starts, walk)  # type: ignore[no-any-return]
