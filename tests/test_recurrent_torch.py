@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from factorlayer import FactorGRU, FactorGRUCell
+from factorlayer import FactorGRU, FactorGRUCell, fuse
 
 # What Dynamo and functorch say of themselves when they meet any autograd.Function.
 pytestmark = [
@@ -169,6 +169,28 @@ def test_implementation_is_one_of_ours() -> None:
     assert cell.implementation == "batched"
     with pytest.raises(ValueError, match=r"FactorGRUCell: implementation should be one of auto"):
         cell.implementation = "quick"
+
+
+class Between(nn.Module):
+    """A recurrent layer between two stacks."""
+
+    def __init__(self, recurrent: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.recurrent = recurrent
+        self.behind = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.recurrent(self.before(x))[0])
+
+
+@each_kind
+@pytest.mark.feature("fuse: models with a FactorGRU", result="works")
+def test_fuse_leaves_it_as_it_was(kind: str) -> None:
+    model, x = Between(gru(kind)), torch.randn(3, 2, 4)
+    right, fused = model(x), fuse(model)
+    assert nearly(fused(x).detach(), right.detach())
+    assert fused.explain().count("a stack:") == 2 and "\n  recurrent: as it was\n" in fused.explain()
 
 
 def test_activation_stays_what_it_was_built_with() -> None:

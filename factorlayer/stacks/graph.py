@@ -22,6 +22,7 @@ from factorlayer.activations.texts import activation_of
 from factorlayer.activations.tracing import Proxy
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
+from factorlayer.recurrences.gated import Gated
 from factorlayer.stacks.guard import Guard, Read, recording
 from factorlayer.stacks.stack import Activation, Layer, LayerStack, RunsAsStacks, is_hooked, layer_of
 
@@ -138,7 +139,9 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.opaque or isinstance(m, FactorLinear | RunsAsStacks | torch.jit.ScriptModule):
+        if module_qualified_name in self.opaque or isinstance(
+            m, FactorLinear | Gated | RunsAsStacks | torch.jit.ScriptModule
+        ):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
