@@ -136,7 +136,7 @@ class FactorGRU(Gated):
         apart = mask is not None and state is not None and walk.offsets is not None
         chosen = self._choose(rows, apart, walk.sequences)
         with no_autocast(rows):
-            if chosen == "batched" and mask is None and walk.steps and walk.sequences and self._is_dense_gru:
+            if chosen == "batched" and mask is None and rows.shape[0] and self._is_dense_gru:
                 output, states = self._by_pytorch(rows, walk, state, parameters)
             else:
                 output, states = self._by_cells(rows, walk, state, mask, parameters, further, chosen)
@@ -188,6 +188,7 @@ class FactorGRU(Gated):
             back = output.transpose(0, 1) if walk.of_step == 1 and walk.steps > 1 else output
             return back.flatten(0, 1), states
         sizes, order, at = walk.packed(rows)
+        sizes = [size for size in sizes if size]  # max_seqlen may be more than the longest one
         initial = hx if order is None else hx[:, order]
         given = rows if at is None else rows[at]
         data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)

@@ -115,6 +115,18 @@ def test_layouts(kind: str, implementation: str, layout: str) -> None:
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("kind", ["dense", "kronecker", "norm", "both-ways"])
+@each_implementation
+def test_max_seqlen_is_the_length_of_the_longest_one_or_more(kind: str, implementation: str) -> None:
+    module = gru(kind, implementation=implementation)
+    bounds, x = torch.tensor([0, *itertools.accumulate(LENGTHS)]), normal(9, 5)
+    right = module(x, cu_seqlens=bounds)
+    for most in (max(LENGTHS), 7):
+        torch.testing.assert_close(module(x, cu_seqlens=bounds, max_seqlen=most), right)
+    y, h = module(x[:0], cu_seqlens=torch.zeros(3, dtype=torch.int32), max_seqlen=2)
+    assert y.shape == (0, 6 * (1 + module.bidirectional)) and h.shape == (len(module.cells), 2, 6)
+
+
 PLAIN = [
     dict(),
     dict(num_layers=2, bidirectional=True),

@@ -47,7 +47,7 @@ class Walk:
     def last(self, output: Tensor, initial: Tensor, reverse: bool) -> Tensor:
         """The state [sequences, hidden] behind the step that each sequence ends with: the initial one if it has no
         steps."""
-        if not self.steps or not self.sequences:
+        if not self.steps or not output.shape[0]:
             return initial
         if self.lengths is None:
             return self.by_steps(output)[0 if reverse else -1]
