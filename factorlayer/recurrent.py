@@ -89,6 +89,7 @@ class FactorGRU(Gated):
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
+    _who = "FactorGRU"
     mode, proj_size = "GRU", 0  # what nn.GRU's flatten_parameters asks for, beside these two:
 
     @property
@@ -264,6 +265,8 @@ class FactorGRU(Gated):
 class FactorGRUCell(Gated):
     """nn.GRUCell, whose matrices may be structured; arguments as FactorGRU has them. Parameters have nn.GRUCell's names
     and shapes where matrices are dense."""
+
+    _who = "FactorGRUCell"
 
     def __init__(
         self,

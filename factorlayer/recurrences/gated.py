@@ -37,6 +37,7 @@ ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else No
 class Gated(Recorded):
     """What FactorGRU and FactorGRUCell share: parameters by their cells' names, and how they run."""
 
+    _who: str  # who complains
     input_size: int
     projection_errors: dict[str, ProjectionError]  # by the gate's matrix, of what was made of a dense one
 
@@ -65,10 +66,6 @@ class Gated(Recorded):
             self.activation = Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
         self.projection_errors = {}
         self.reset_parameters()
-
-    @property
-    def _who(self) -> str:
-        return type(self).__name__
 
     @property
     def _chain(self) -> Chain:
