@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.activations.texts import UserActivation
@@ -16,9 +18,18 @@ from factorlayer.functional import Implementation
 from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import Factors
 from factorlayer.maths.steps import Walk
-from factorlayer.recurrences.cell import Norm, Parameters, cells_of
+from factorlayer.recurrences.cell import KINDS, Norm, Parameters, cells_of
 from factorlayer.recurrences.gated import Gated, no_autocast
 from factorlayer.recurrences.layout import ends, layout_of, mask_of, state_of
+
+
+@contextlib.contextmanager
+def _weights_apart() -> Iterator[None]:
+    """Weights that are multiplied out are new at each call: PyTorch's advice, to lay them side by side once, is not
+    for them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        yield
 
 
 class FactorGRU(Gated):
@@ -103,7 +114,7 @@ class FactorGRU(Gated):
 
     def flatten_parameters(self) -> None:
         """nn.GRU's: on a GPU, dense parameters are brought together as cuDNN wants them."""
-        if self._is_dense_gru:
+        if self._is_gru and self._is_dense:
             nn.GRU.flatten_parameters(self)  # type: ignore[arg-type]
 
     def _apply(self, fn: Any, recurse: bool = True) -> FactorGRU:
@@ -137,7 +148,7 @@ class FactorGRU(Gated):
         apart = mask is not None and state is not None and walk.offsets is not None
         chosen = self._choose(rows, apart, walk.sequences)
         with no_autocast(rows):
-            if chosen == "batched" and mask is None and rows.shape[0] and self._is_dense_gru:
+            if chosen == "batched" and mask is None and rows.shape[0] and self._is_left_to_pytorch(rows):
                 output, states = self._by_pytorch(rows, walk, state, parameters)
             else:
                 output, states = self._by_cells(rows, walk, state, mask, parameters, further, chosen)
@@ -181,18 +192,26 @@ class FactorGRU(Gated):
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
             hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self.cells])
+        parameters = dict(parameters)
+        for cell in self.cells:
+            for kind in KINDS:  # structured matrices are multiplied out
+                name = f"weight_{kind}{cell.suffix}"
+                parameters[name] = parameters[name] if name in parameters else cell.matrix(kind, parameters)
         flat = [parameters[name] for name in self._flat_weights_names]
         dropout = self.dropout if self.training else 0.0
         how = flat, self.bias, self.num_layers, dropout, self.training, self.bidirectional
+        apart = contextlib.nullcontext() if self._is_dense or is_compiling() else _weights_apart()
         if walk.lengths is None:
-            output, states = torch.gru(walk.by_steps(rows), hx, *how, False)
+            with apart:
+                output, states = torch.gru(walk.by_steps(rows), hx, *how, False)
             back = output.transpose(0, 1) if walk.of_step == 1 and walk.steps > 1 else output
             return back.flatten(0, 1), states
         sizes, order, at = walk.packed(rows)
         sizes = [size for size in sizes if size]  # max_seqlen may be more than the longest one
         initial = hx if order is None else hx[:, order]
         given = rows if at is None else rows[at]
-        data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
+        with apart:
+            data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
         states = torch.cat([states, initial[:, sizes[0] :]], dim=1)  # of sequences without steps
         if order is None or at is None:
             return data, states
@@ -312,7 +331,7 @@ class FactorGRUCell(Gated):
         initial = self._initial(cell, batch, rows, parameters) if hx is None else hx
         with no_autocast(rows):
             chosen = self._choose(rows)
-            if chosen == "batched" and self._is_dense_gru:
+            if chosen == "batched" and self._is_gru and self._is_dense:
                 flat = [parameters.get(f"{kind}_{of}") for kind in ("weight", "bias") for of in ("ih", "hh")]
                 state = torch.gru_cell(rows, initial, *flat)  # type: ignore[arg-type]
             else:

@@ -127,6 +127,31 @@ def test_max_seqlen_is_the_length_of_the_longest_one_or_more(kind: str, implemen
     assert y.shape == (0, 6 * (1 + module.bidirectional)) and h.shape == (len(module.cells), 2, 6)
 
 
+@pytest.mark.parametrize("kind", ["dense", "kronecker", "three", "deep", "inputs"])
+@pytest.mark.parametrize("layout", ["steps", "batch-first", "cu_seqlens", "packed"])
+def test_pytorchs_op_with_matrices_multiplied_out(kind: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What batched runs on a GPU."""
+    module = gru(kind, implementation="naive", batch_first=layout == "batch-first")
+    sequences = [normal(length, 5).requires_grad_() for length in (2, 4, 1)]
+    x, given = normal(3, 4, 5).requires_grad_(), {}
+    if layout == "cu_seqlens":
+        x, given = torch.cat([*sequences, sequences[0][:0]]), {"cu_seqlens": torch.tensor([0, 2, 6, 7, 7])}
+    elif layout == "packed":
+        x = pack_sequence(sequences, enforce_sorted=False)
+    leaves = [*(sequences if given or layout == "packed" else [x]), *module.parameters()]
+
+    def results() -> list[Tensor]:
+        y, h = module(x, **given)
+        y = y.data if isinstance(y, PackedSequence) else y
+        return [y, h, *torch.autograd.grad(y.square().sum() + h.sum(), leaves, retain_graph=True)]
+
+    right = results()
+    module.implementation = "batched"
+    monkeypatch.setattr(gated.Gated, "_is_left_to_pytorch", lambda self, _: self._is_gru)
+    monkeypatch.setattr(gated, "batched", None)  # no step by step
+    torch.testing.assert_close(results(), right)
+
+
 PLAIN = [
     dict(),
     dict(num_layers=2, bidirectional=True),

@@ -192,13 +192,15 @@ class Gated(Recorded):
         elif self.implementation == "auto":
             reason = self.why_not_fused(x)
             because = self._why_slower(x, sequences) if reason is None else f"fused cannot: {reason}"
-            lines.append(f"runs {self._batched()}, because {because}")
+            lines.append(f"runs {self._batched(x)}, because {because}")
         else:
-            lines.append(f"runs {self._batched() if chosen == 'batched' else chosen}, as asked")
+            lines.append(f"runs {self._batched(x) if chosen == 'batched' else chosen}, as asked")
         return "\n".join(lines)
 
-    def _batched(self) -> str:
-        return f"batched, {'by PyTorch’s op for all of it' if self._is_dense_gru else 'step by step'}"
+    def _batched(self, x: Tensor) -> str:
+        if not self._is_left_to_pytorch(x):
+            return "batched, step by step"
+        return "batched, by PyTorch’s op for all of it" + ", with matrices multiplied out" * (not self._is_dense)
 
     def _check_features(self, x: Tensor) -> None:
         if x.shape[-1] != self.input_size:
@@ -279,12 +281,20 @@ class Gated(Recorded):
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     @property
-    def _is_dense_gru(self) -> bool:
-        """Whether PyTorch has an op for what it computes."""
+    def _is_dense(self) -> bool:
+        return all(is_dense(cell.spec(kind)) for cell in self.cells for kind in KINDS)
+
+    @property
+    def _is_gru(self) -> bool:
+        """Whether PyTorch has an op for what it computes, but for the matrices' structure."""
         cell = self.cells[0]
-        dense = all(is_dense(cell.inputs) and is_dense(cell.recurrent) for cell in self.cells)
         known = cell.recurrence.reset == "after" and self._chain.activation == "tanh" and cell.norm is None
-        return dense and known and not transforms_active() and forward_ad._current_level < 0
+        return known and not transforms_active() and forward_ad._current_level < 0
+
+    def _is_left_to_pytorch(self, x: Tensor) -> bool:
+        """Whether that op is the best of PyTorch: on a GPU, where a step of a loop is a dozen launches, structured
+        matrices are multiplied out for it."""
+        return self._is_gru and (x.is_cuda or self._is_dense)
 
     def _choose(self, x: Tensor, starts_apart: bool = False, sequences: int = 1) -> str:
         """naive, batched or fused."""
@@ -323,7 +333,7 @@ class Gated(Recorded):
 
     def _why_slower(self, x: Tensor, sequences: int) -> str | None:
         """Why auto does not take the fused implementation, which could; or None."""
-        if self.implementation != "auto" or not self._is_dense_gru:
+        if self.implementation != "auto" or not self._is_left_to_pytorch(x):
             return None
         return ops.why_slower(self.cells[0].recurrence, x, sequences)  # type: ignore[no-any-return]
 

@@ -74,6 +74,9 @@ def test_cudnn_finds_its_weights_together() -> None:
         warnings.simplefilter("error")
         torch.testing.assert_close(ours(x), theirs(x))
         torch.testing.assert_close(ours.double()(x.double()), theirs.double()(x.double()))
+        structured = FactorGRU.from_gru(theirs, structure="kronecker", factors=(6, 8), implementation="batched")
+        assert "PyTorch’s op for all of it, with matrices multiplied out" in structured.explain(3, 6)
+        torch.testing.assert_close(structured(x.double()), structured.to_gru()(x.double()))
 
 
 @each_kind
