@@ -54,6 +54,8 @@ class FactorGRU(Gated):
     ones, weight_hh_reset_0_l0 is the reset gate's first in layer 0; the gates are reset, update and candidate.
     """
 
+    _who = "FactorGRU"
+
     def __init__(
         self,
         input_size: int,
@@ -100,8 +102,8 @@ class FactorGRU(Gated):
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    _who = "FactorGRU"
-    mode, proj_size = "GRU", 0  # what nn.GRU's flatten_parameters asks for, beside these two:
+    # What nn.GRU's flatten_parameters asks for.
+    mode, proj_size = "GRU", 0
 
     @property
     def _flat_weights_names(self) -> list[str]:
