@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, unpack_sequence
 
 from factorlayer import CompileError, Expression, FactorGRU, FactorGRUCell
+from factorlayer.autograd import recurrent_ops
 from factorlayer.recurrences import gated
 
 KINDS = {
@@ -544,7 +544,7 @@ def test_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     module, x = gru("kronecker"), normal(3, 2, 5)
     right = module(x)
-    monkeypatch.setattr(gated, "ops", SimpleNamespace(fused=fails, why_not_fused=lambda *_: None))
+    monkeypatch.setattr(recurrent_ops, "fused", fails)
     monkeypatch.setattr(gated, "_given_up", {})
     with pytest.warns(
         RuntimeWarning, match="runs the batched implementation, not the fused one, of gru after;.*no comp"
@@ -557,7 +557,6 @@ def test_kernels_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         module(x)
 
 
-@pytest.mark.skipif(gated.ops is None, reason="the kernels of recurrences are not part of this build")
 def test_what_runs_fused() -> None:
     for kind in KINDS:
         module, special = gru(kind), kind in ("norm", "all")

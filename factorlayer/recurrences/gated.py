@@ -4,8 +4,6 @@ naive or batched (maths/steps.py), or fused (autograd/recurrent_ops.py)."""
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -17,7 +15,7 @@ from torch.autograd import forward_ad
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, scalars
-from factorlayer.autograd import layer_ops
+from factorlayer.autograd import recurrent_ops
 from factorlayer.autograd.layer_ops import transforms_active
 from factorlayer.autograd.record import Record, Recorded, record_of
 from factorlayer.autograd.runtime import CompileError
@@ -29,9 +27,6 @@ from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, Recurrence, i
 from factorlayer.maths.steps import Walk, batched, naive
 from factorlayer.recurrences.cell import KINDS, Cell, Parameters
 from factorlayer.recurrences.layout import cut
-
-OPS = "factorlayer.autograd.recurrent_ops"
-ops: Any = importlib.import_module(OPS) if importlib.util.find_spec(OPS) else None  # of the fused implementation
 
 
 class Gated(Recorded):
@@ -311,25 +306,18 @@ class Gated(Recorded):
 
     def why_not_fused(self, x: Tensor, starts_apart: bool = False) -> str | None:
         """Why the fused implementation cannot take a call, or None."""
-        reason = layer_ops.why_not_fused(x)
-        if reason is not None:
-            return reason
         if self.cells[0].norm is not None:
             return "its kernels have no layer norm"
-        if self._chain.parameters:
-            return "its kernels take no activation with parameters"
         if starts_apart:
             return (
                 "of a PackedSequence's sequences its kernels know one state to begin with and again, and hx is another"
             )
         if transforms_active() and self.implementation == "auto":
             return "under torch.func it is called for each sample"
-        if ops is None:
-            return "the kernels of recurrences are not part of this build"
         recurrence = self.cells[0].recurrence
         if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
             return _given_up[recurrence.text, x.dtype]
-        return ops.why_not_fused(recurrence, x)  # type: ignore[no-any-return]
+        return recurrent_ops.why_not_fused(recurrence, x)
 
     def _why_slower(self, x: Tensor, sequences: int) -> str | None:
         """Why auto does not take the fused implementation, which could; or None."""
@@ -385,7 +373,7 @@ def _by_op(
     if starts is not None and restart is not None and walk.steps:
         walk = cut(walk, starts, recurrence.reverse)
         initial = torch.cat([restart, initial] if recurrence.reverse else [initial, restart])
-    return ops.fused(recurrence, gates, initial, weights, bias, starts, walk)  # type: ignore[no-any-return]
+    return recurrent_ops.fused(recurrence, gates, initial, weights, bias, starts, walk)
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
