@@ -24,9 +24,10 @@ from oracle import (
 )
 
 from factorlayer.functional import run
-from factorlayer.maths.batched import batched, flat
+from factorlayer.maths.batched import batched, flat, together
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
-from factorlayer.maths.spec import LayerSpec
+from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 
 
 def check_float64(case: Case, layout: str = "contiguous", seed: int = 0) -> None:
@@ -89,3 +90,16 @@ def test_flat_products_are_the_same_layer(spec: LayerSpec, batch: int) -> None:
     weights = [torch.randn(shape, dtype=torch.float64) for shape in spec.weight_shapes]
     x = torch.randn(batch, spec.in_features, dtype=torch.float64)
     torch.testing.assert_close(flat(x, weights), naive(spec, x, weights))
+
+
+@pytest.mark.parametrize("spec", [*SMALL_SPECS, BlockDiagonal("monarch", (3, 2), (3, 4))], ids=spec_id)
+@pytest.mark.parametrize("batch", [0, 5])
+def test_several_chains_at_once(spec: LayerSpec, batch: int) -> None:
+    """Each is what it is by itself."""
+    chain, count = Chain.of(spec, False, "identity"), 3
+    x = torch.randn(batch, spec.in_features, dtype=torch.float64)
+    stacked = [torch.randn(count, *shape, dtype=torch.float64) for shape in spec.weight_shapes]
+    found = together(chain, x, stacked)
+    assert found.shape == (count, batch, spec.out_features)
+    for i in range(count):
+        torch.testing.assert_close(found[i], naive(spec, x, [weight[i] for weight in stacked]))
