@@ -572,3 +572,22 @@ def test_norm_is_no_case_for_the_kernels() -> None:
         RuntimeError, match=r"implementation='fused' cannot run: its kernels have no layer norm; or use"
     ):
         module(torch.zeros(3, 2, 5))
+
+
+@pytest.mark.parametrize("kind", ["dense", "kronecker", "both-ways"])
+@each_implementation
+def test_any_strides(kind: str, implementation: str) -> None:
+    """Of input, state, mask and what comes back."""
+    module = gru(kind, implementation=implementation)
+    count = len(module.cells)
+
+    def results(x: Tensor, hx: Tensor, starts: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
+        y, h = module(x, hx, starts=starts)
+        return y, h, *torch.autograd.grad([y, h], [x, hx, *module.parameters()], [grad.expand_as(y), h.detach()])
+
+    x, hx = normal(3, 4, 5).transpose(0, 1).requires_grad_(), normal(6, 3, count).permute(2, 1, 0).requires_grad_()
+    for starts in (None, torch.tensor([False, True, False]).expand(4, 3)):
+        for tensors in ((x, hx), (x[:1].expand(4, 3, 5), hx[:, :1].expand(count, 3, 6))):
+            plain = (*(t.detach().contiguous().requires_grad_() for t in tensors), starts)
+            right = results(*plain, torch.ones((), dtype=torch.float64))
+            torch.testing.assert_close(results(*tensors, starts, torch.ones(1, 1, 1, dtype=torch.float64)), right)
