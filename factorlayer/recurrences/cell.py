@@ -84,8 +84,8 @@ class Cell:
         of_inputs, of_states = parameters[f"bias_ih{self.suffix}"], parameters[f"bias_hh{self.suffix}"]
         if self.recurrence.reset == "before":
             return of_inputs + of_states, None
-        of_both, of_candidate = of_states.split([2 * self.hidden, self.hidden])
-        return of_inputs + F.pad(of_both, (0, self.hidden)), of_candidate
+        both = 2 * self.hidden
+        return of_inputs + F.pad(of_states[:both], (0, self.hidden)), of_states[both:]
 
     def gates(
         self, rows: Tensor, parameters: Parameters, bias: Tensor | None, implementation: str, who: str
