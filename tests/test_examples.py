@@ -81,10 +81,6 @@ def test_pictures(name: str, arguments: str, tmp_path: Path) -> None:
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_examples_are_run() -> None:
-    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson"]
-
-
 def test_translate_letter_by_letter_is_what_the_decoder_expects() -> None:
     """Of strings of different length, each by itself."""
     translate = load("translate")
@@ -111,3 +107,7 @@ def test_translate(tmp_path: Path) -> None:
     found = run("translate", f"--hidden 16 --steps 3 --batch 8 --picture {tmp_path}/t.png")
     dense, factored = (int(value) for value in re.findall(r"(\d+) parameters", found))
     assert factored < dense and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_examples_are_run() -> None:
+    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson", "translate"]
