@@ -323,7 +323,7 @@ class Gated(Recorded):
         """Why auto does not take the fused implementation, which could; or None."""
         if self.implementation != "auto" or not self._is_left_to_pytorch(x):
             return None
-        return ops.why_slower(self.cells[0].recurrence, x, sequences)  # type: ignore[no-any-return]
+        return recurrent_ops.why_slower(self.cells[0].recurrence, x, sequences)
 
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""
