@@ -177,7 +177,7 @@ def test_against_the_definition(structure: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factors", "sequences", "steps"), [((2, 3), 1, 1), ((8, 9), 20, 3), ((10, 15), 3, 24), ((40, 4), 2, 30)]
+    ("factors", "sequences", "steps"), [((2, 3), 1, 1), ((8, 9), 20, 3), ((10, 15), 3, 24), ((5, 70), 18, 3)]
 )
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_sizes(structure: str, factors: tuple[int, int], sequences: int, steps: int) -> None:

@@ -1,15 +1,15 @@
-// What a recurrence's forward and backward pass share: which sequences and features are walked together, and the three recurrent
-// matrices, prepared once for all steps.
+// What a recurrence's forward and backward pass share: which sequences and features are walked together, and the three
+// recurrent matrices, prepared once for all steps.
 //
 // Sequences are independent, the longest ones come first, and those of a part go from step to step together, so that their
-// states stay in cache. Features are independent between the blocks of a block-diagonal matrix. A part of a dense recurrence
-// that has threads to itself is shared by columns (team.h). How parts are cut changes no number: those of structured matrices do
-// not depend on the threads, and a number of a dense product does not depend on the rows beside it.
+// states stay in cache. Features are independent between the blocks of a block-diagonal matrix. A part of a dense
+// recurrence that has threads to itself is shared by columns (team.h). The number of threads changes no result: it cuts
+// only dense matrices, each number of whose products has one order of additions, whatever stands beside it.
 // Called by recurrent_forward.h and recurrent_backward.h.
 
 constexpr int64_t kTogether = 16, kDenseTogether = 64;  // sequences of a part, at most
 constexpr int64_t kFewTogether = 8;                     // sequences below which threads rather share columns
-constexpr int64_t kPartFeatures = 128;                  // features that pay for a part of a block-diagonal recurrence
+constexpr int64_t kPartFeatures = 256;                  // features that pay for a part of a block-diagonal recurrence
 constexpr int64_t kMemberWork = 1 << 16;                // multiply-adds between two waits for others
 
 // f(first element, get, put) for vectors of n elements: get(from) and put(to, vector) leave alone what is beyond them.
@@ -24,8 +24,9 @@ template <class T, class F> FL_INLINE void for_vectors(int64_t n, F&& f) {
       [rest](T* to, Vec<T> v) __attribute__((always_inline)) { store_first(to, v, rest); });
 }
 
-// Some features, counted from the first one of a part.
+// Some features, counted from the first one of a part: those of panels first .. last - 1.
 struct Columns {
+  int64_t first, last;
   int64_t from, count;
   int64_t row;  // elements from a row of their product to the next one
 };
@@ -36,11 +37,17 @@ template <class T> struct ProductMemory {
   Scratch<T> scratch;
   T* sum;
 };
+// Of parts that are alike but for the last one, which may have fewer features.
+template <class T> struct PartMemory {
+  ProductMemory<T> of_first, of_last;
+  int64_t last;  // which of the products
+  const ProductMemory<T>& of(int64_t products) const { return products == last ? of_last : of_first; }
+};
 
 // The recurrent matrices of the gates for some features, or their transposes.
 //
-// A dense product is made panel by panel: columns that are kept in registers, of a matrix that has been packed by panels, or,
-// for few rows in all, of the weights where they lie. A structured one has one panel, and a layer for each gate.
+// A dense product is made panel by panel: columns that are kept in registers, of a matrix that has been packed by panels,
+// or, for few rows in all, of the weights where they lie. A structured one has one panel, and a layer for each gate.
 template <class T, class S> class Products {
   const bool turned_, dense_, packs_;
   const int64_t features_;
@@ -62,19 +69,16 @@ template <class T, class S> class Products {
     const Contraction& c = chain.contractions.front();
     return chain.contractions.size() == 1 && chain.rank == 1 && c.tied && c.outer * c.inner == 1;
   }
-  bool dense() const { return dense_; }
-  bool by_dots() const { return dense_ && !packs_; }
 
   int64_t panels() const { return dense_ ? (features_ + kWidth - 1) / kWidth : 1; }
-  int64_t widest() const { return dense_ ? std::min(kWidth, whole_vectors<T>(features_)) : features_; }
-  Columns panel(int64_t i) const {
-    if (!dense_) return {0, features_, features_};
-    const int64_t count = std::min(kWidth, features_ - i * kWidth);
-    return {i * kWidth, count, packs_ ? whole_vectors<T>(count) : count};
+  Columns columns(int64_t first, int64_t last) const {
+    if (!dense_) return {0, 1, 0, features_, features_};
+    const int64_t count = std::min(last * kWidth, features_) - first * kWidth;
+    return {first, last, first * kWidth, count, packs_ ? whole_vectors<T>(count) : count};
   }
 
-  // Elements of transposed weights, and those of what prepare() takes. Layers read weights when they are made: transposed ones
-  // come first.
+  // Elements of transposed weights, and those of what prepare() takes. Layers read weights when they are made: transposed
+  // ones come first.
   int64_t transposed_size() const {
     int64_t size = 0;
     if (turned_ && !dense_)
@@ -122,13 +126,14 @@ template <class T, class S> class Products {
   // The columns of gate g's product with x [n, features].
   void multiply_by(int g, const Columns& columns, int64_t n, const T* x, T* y, const ProductMemory<T>& memory) const {
     const int64_t f = features_;
-    if (packs_)
-      multiply<T>({n, columns.row, f}, {x, f, 1}, {packed_ + (g * whole_vectors<T>(f) + columns.from) * f, columns.row, 1},
-                  {y, columns.row, 1}, false, nullptr);
-    else if (dense_)
-      multiply_dots<T>({n, columns.count, f}, {x, f, 1}, {plain_[g] + columns.from * f, f, 1}, {y, columns.row, 1}, false);
-    else
-      layers_[g].contract_all(n, x, y, memory.states[g], memory.scratch);
+    if (!dense_) return layers_[g].contract_all(n, x, y, memory.states[g], memory.scratch);
+    for_panels(columns, y, [&](const Columns& panel, T* to) {
+      if (packs_)
+        multiply<T>({n, panel.row, f}, {x, f, 1}, {packed_ + (g * whole_vectors<T>(f) + panel.from) * f, panel.row, 1},
+                    {to, columns.row, 1}, false, nullptr);
+      else
+        multiply_dots<T>({n, panel.count, f}, {x, f, 1}, {plain_[g] + panel.from * f, f, 1}, {to, columns.row, 1}, false);
+    });
   }
 
   // Where gradients of gates are taken from, in memory for so many rows of all gates.
@@ -139,26 +144,32 @@ template <class T, class S> class Products {
   void back(int from, int to, const Columns& columns, int64_t n, int64_t rows, T* gradients, T* y,
             const ProductMemory<T>& memory) const {
     const int64_t f = features_, all = kGates * f;
-    if (packs_) {
-      const T* panel = packed_ + columns.from * all + from * f * columns.row;
-      multiply<T>({n, columns.row, (to - from) * f}, {gradients_of(from, rows, gradients), all, 1}, {panel, columns.row, 1},
-                  {y, columns.row, 1}, false, nullptr);
-      return;
+    for (int g = from; g < to && !dense_; ++g) {
+      T* made = g > from ? memory.sum : y;
+      layers_[g].contract_all(n, gradients_of(g, rows, gradients), made, memory.states[g], memory.scratch);
+      if (g > from) add(n * f, memory.sum, y);
     }
-    for (int g = from; g < to; ++g) {
-      const T* own = gradients_of(g, rows, gradients);
-      if (dense_) {
-        multiply<T>({n, columns.count, f}, {own, all, 1}, {plain_[g] + columns.from, f, 1}, {y, columns.row, 1}, g > from,
-                    nullptr);
-      } else {
-        layers_[g].contract_all(n, own, g > from ? memory.sum : y, memory.states[g], memory.scratch);
-        if (g > from) add(n * f, memory.sum, y);
-      }
-    }
+    for_panels(columns, y, [&](const Columns& panel, T* made) {
+      if (packs_)
+        return multiply<T>({n, panel.row, (to - from) * f}, {gradients_of(from, rows, gradients), all, 1},
+                           {packed_ + panel.from * all + from * f * panel.row, panel.row, 1}, {made, columns.row, 1}, false,
+                           nullptr);
+      for (int g = from; g < to; ++g)
+        multiply<T>({n, panel.count, f}, {gradients_of(g, rows, gradients), all, 1}, {plain_[g] + panel.from, f, 1},
+                    {made, columns.row, 1}, g > from, nullptr);
+    });
   }
 
  private:
   int64_t rows_, samples_;
+
+  // f(columns, where their product belongs) for the panels of a dense product.
+  template <class F> void for_panels(const Columns& columns, T* y, F&& f) const {
+    for (int64_t i = columns.first; i < columns.last && dense_; ++i) {
+      const Columns panel = this->columns(i, i + 1);
+      f(panel, y + panel.from - columns.from);
+    }
+  }
 
   // The contractions alone, or those of the transposed matrix.
   static Chain bare(const Chain& chain, bool turned) {
@@ -195,7 +206,7 @@ template <class T, class S> class Products {
     T* buffer = kConverts<T, S> ? take(kWidth * f) : nullptr;
     for (int g = 0; g < kGates; ++g)
       for (int64_t i = 0; i < panels(); ++i) {
-        const Columns columns = panel(i);
+        const Columns columns = this->columns(i, i + 1);
         T* to = packed_ + (turned_ ? columns.from * kGates + g * columns.row : g * whole_vectors<T>(f) + columns.from) * f;
         if (columns.count < columns.row) std::fill(to, to + f * columns.row, T(0));
         if (turned_) {
@@ -349,10 +360,16 @@ template <class T, class S> struct RecurrentRun {
     });
   }
 
-  // f(columns) for the panels of a chunk.
-  template <class F> void for_panels(const Products<T, S>& products, int64_t chunk, F&& f) const {
+  template <class Take>
+  static PartMemory<T> make_memory(const std::vector<Products<T, S>>& products, int64_t samples, Take&& take) {
+    return {products.front().make_memory(samples, take), products.back().make_memory(samples, take),
+            int64_t(products.size()) - 1};
+  }
+
+  // What a member takes, or others in its stead.
+  Columns columns(const Products<T, S>& products, int64_t chunk) const {
     const int64_t panels = products.panels();
-    for (int64_t i = panels * chunk / members; i < panels * (chunk + 1) / members; ++i) f(products.panel(i));
+    return products.columns(panels * chunk / members, panels * (chunk + 1) / members);
   }
 
  private:

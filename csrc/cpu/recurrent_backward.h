@@ -1,9 +1,9 @@
 // Gradients of a recurrence, from its last step to its first one.
 //
-// The states before all steps are known, so the gates of several steps are computed again together. What is kept of them are the
-// factors by which a gradient goes on; then the steps are gone through, each by one product with the transposed matrices (of a
-// reset before the product: two). With g the gradient of the state behind a step, a that of what the candidate's activation
-// takes and d its derivative, s = z (1 - z) and likewise for r:
+// The states before all steps are known, so the gates of several steps are computed again together. What is kept of them
+// are the factors by which a gradient goes on; then the steps are gone through, each by one product with the transposed
+// matrices (of a reset before the product: two). With g the gradient of the state behind a step, a that of what the
+// candidate's activation takes, and d its derivative:
 //     a = g (1 - z) d                           grad_z = g (h - n) z (1 - z)
 //     grad_r = a (U_n h + b) r (1 - r)          grad_h = g z + U_r' grad_r + U_z' grad_z + U_n' (a r)          reset after
 //     grad_r = (U_n' a) h r (1 - r)             grad_h = g z + U_r' grad_r + U_z' grad_z + (U_n' a) r          reset before
@@ -18,8 +18,8 @@ template <class T, class S> class RecurrentBackward {
   std::vector<Products<T, S>> products_, turned_;
 
  public:
-  // What the threads of a part share. Of rows: states before a step, gates, and factors of g that give a and grad_z; then the
-  // factor of a that gives grad_r, or, of a reset before the product, r * h.
+  // What the threads of a part share. Of rows: states before a step, gates, and factors of g that give a and grad_z; then
+  // the factor of a that gives grad_r, or, of a reset before the product, r * h.
   struct Shared {
     T *h, *r, *z, *to_a, *to_z, *to_r;
     T* gates[2];        // gradients that go into products, of a step and of the one gone through next
@@ -28,7 +28,7 @@ template <class T, class S> class RecurrentBackward {
   struct Own {
     T* made;     // products of all gates [3, rows, columns]
     T* rows[4];  // columns as T
-    ProductMemory<T> memory, turned;
+    PartMemory<T> memory, turned;
   };
 
   RecurrentBackward(const Recurrent& problem, const RecurrentGradients& gradients, int threads)
@@ -49,17 +49,17 @@ template <class T, class S> class RecurrentBackward {
     return shared;
   }
   template <class Take> Own make_own(Take&& take) const {
-    const int64_t width = products_[0].widest();
+    const int64_t width = whole_vectors<T>(run_.widest);
     Own own;
     own.made = take(kGates * rows_ * width);
     for (T*& rows : own.rows) rows = take(width);
-    own.memory = products_[0].make_memory(rows_, take);
-    own.turned = turned_[0].make_memory(run_.most, take);
+    own.memory = run_.make_memory(products_, rows_, take);
+    own.turned = run_.make_memory(turned_, run_.most, take);
     return own;
   }
 
-  // Of several steps: states are brought together, gates computed, of which the last phase goes into the first of the steps, then
-  // the steps gone through.
+  // Of several steps: states are brought together, gates computed, of which the last phase goes into the first of the
+  // steps, then the steps gone through.
   int64_t phases(const Part& part) const {
     const int64_t whole = part.steps / together_, rest = part.steps % together_;
     return whole * phases_of(together_) + (rest ? phases_of(rest) : 0);
@@ -70,20 +70,19 @@ template <class T, class S> class RecurrentBackward {
     const int64_t last = part.steps - 1 - done * together_;  // steps last .. last - count + 1 are gone through
     const int64_t count = std::min(together_, last + 1);
     const Products<T, S>& products = products_[part.products];
-    run_.for_panels(products, chunk, [&](const Columns& columns) {
-      if (at == 0) {
-        bring_states(part, last, count, columns, shared, done == 0);
-      } else if (at < first_) {
-        if (run_.before && at == 1) return resets(part, last, count, columns, shared, own);
-        gates(part, last, count, columns, shared, own);
-        go_into(part, last, 0, 0, columns, shared, own);
-      } else {
-        const int64_t step = (at - first_) / of_step_;  // among these
-        if (run_.before && (at - first_) % 2 == 0) return go_through_reset(part, last, step, columns, shared, own);
-        go_through(part, last, step, columns, shared, own);
-        if (step + 1 < count) go_into(part, last, step + 1, base(part, last, step + 1), columns, shared, own);
-      }
-    });
+    const Columns columns = run_.columns(products, chunk);
+    if (at == 0) {
+      bring_states(part, last, count, columns, shared, done == 0);
+    } else if (at < first_) {
+      if (run_.before && at == 1) return resets(part, last, count, columns, shared, own);
+      gates(part, last, count, columns, shared, own);
+      go_into(part, last, 0, 0, columns, shared, own);
+    } else {
+      const int64_t step = (at - first_) / of_step_;  // among these
+      if (run_.before && (at - first_) % 2 == 0) return go_through_reset(part, last, step, columns, shared, own);
+      go_through(part, last, step, columns, shared, own);
+      if (step + 1 < count) go_into(part, last, step + 1, base(part, last, step + 1), columns, shared, own);
+    }
   }
 
  private:
@@ -128,7 +127,8 @@ template <class T, class S> class RecurrentBackward {
               const Own& own) const {
     const Products<T, S>& products = products_[part.products];
     const int64_t n = base(part, last, count);
-    for (int g : {0, 1}) products.multiply_by(g, columns, n, shared.h, made(own, g, columns), own.memory);
+    const ProductMemory<T>& memory = own.memory.of(part.products);
+    for (int g : {0, 1}) products.multiply_by(g, columns, n, shared.h, made(own, g, columns), memory);
     for_rows(part, last, count, [&](int64_t kept, int64_t i, int64_t t) {
       const int64_t row = run_.row(part, i, t), at = kept * part.features + columns.from;
       const T* x_r = run_.read_gate(part, 0, row, columns, own.rows[0]);
@@ -150,8 +150,9 @@ template <class T, class S> class RecurrentBackward {
     const Products<T, S>& products = products_[part.products];
     const int64_t n = base(part, last, count);
     const T* bias = run_.bias ? run_.bias + part.feature + columns.from : nullptr;
+    const ProductMemory<T>& memory = own.memory.of(part.products);
     for (int g = run_.before ? 2 : 0; g < kGates; ++g)
-      products.multiply_by(g, columns, n, run_.before ? shared.to_r : shared.h, made(own, g, columns), own.memory);
+      products.multiply_by(g, columns, n, run_.before ? shared.to_r : shared.h, made(own, g, columns), memory);
     for_rows(part, last, count, [&](int64_t kept, int64_t i, int64_t t) {
       const int64_t row = run_.row(part, i, t), at = kept * part.features + columns.from, own_at = kept * columns.row;
       T *u_n = made(own, 2, columns) + own_at, *slope = made(own, 0, columns) + own_at;
@@ -175,14 +176,27 @@ template <class T, class S> class RecurrentBackward {
           put(slope + j, T(1) - z);
         });
       }
-      run_.activation.backward(columns.count, u_n, slope, nullptr);
-      run_.activation.forward(columns.count, u_n);
+    });
+    through_activation(n, columns, made(own, 2, columns), made(own, 0, columns));
+    for_rows(part, last, count, [&](int64_t kept, int64_t, int64_t) {
+      const int64_t at = kept * part.features + columns.from, own_at = kept * columns.row;
+      const T *candidate = made(own, 2, columns) + own_at, *slope = made(own, 0, columns) + own_at;
       for_vectors<T>(columns.count, [&](int64_t j, auto&& get, auto&& put) __attribute__((always_inline)) {
         const Vec<T> z = get(shared.z + at + j);
         put(shared.to_a + at + j, get(slope + j));
-        put(shared.to_z + at + j, (get(shared.h + at + j) - get(u_n + j)) * z * (T(1) - z));
+        put(shared.to_z + at + j, (get(shared.h + at + j) - get(candidate + j)) * z * (T(1) - z));
       });
     });
+  }
+
+  // Rows before the activation become those behind it; `grad` is multiplied by its derivative.
+  void through_activation(int64_t n, const Columns& columns, T* rows, T* grad) const {
+    const bool whole = columns.row == columns.count;  // else nothing has been written between rows
+    const int64_t count = whole ? n * columns.count : columns.count;
+    for (int64_t i = 0; i < (whole ? 1 : n); ++i, rows += columns.row, grad += columns.row) {
+      run_.activation.backward(count, rows, grad, nullptr);
+      run_.activation.forward(count, rows);
+    }
   }
 
   // From the gradient of the state behind a step to those of gates, and what of it goes on past them.
@@ -233,7 +247,7 @@ template <class T, class S> class RecurrentBackward {
     const int64_t t = time(part, last, step), n = run_.there(part, t), f = part.features;
     const int64_t kept = base(part, last, step);
     T* const gates = shared.gates[step % 2];
-    turned.back(2, kGates, columns, n, run_.most, gates, own.made, own.turned);
+    turned.back(2, kGates, columns, n, run_.most, gates, own.made, own.turned.of(part.products));
     for (int64_t i = 0; i < n; ++i) {
       const int64_t at = (kept + i) * f + columns.from;
       const T* made = own.made + i * columns.row;
@@ -253,7 +267,8 @@ template <class T, class S> class RecurrentBackward {
                   const Own& own) const {
     const Products<T, S>& turned = turned_[part.products];
     const int64_t t = time(part, last, step), n = run_.there(part, t), f = part.features;
-    turned.back(0, run_.before ? 2 : kGates, columns, n, run_.most, shared.gates[step % 2], own.made, own.turned);
+    turned.back(0, run_.before ? 2 : kGates, columns, n, run_.most, shared.gates[step % 2], own.made,
+                own.turned.of(part.products));
     for (int64_t i = 0; i < n; ++i) {
       const T* made = own.made + i * columns.row;
       T *state = shared.state + i * f + columns.from, *initial = shared.initial + i * f + columns.from;

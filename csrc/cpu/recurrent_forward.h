@@ -1,4 +1,5 @@
-// The states behind all steps of a recurrence: from step to step a product of the state with each gate's matrix, then the gates.
+// The states behind all steps of a recurrence: from step to step a product of the state with each gate's matrix, then the
+// gates.
 
 template <class T, class S> class RecurrentForward {
   RecurrentRun<T, S> run_;
@@ -16,7 +17,7 @@ template <class T, class S> class RecurrentForward {
   struct Own {
     T* made;     // products of all gates [3, sequences, columns]
     T* rows[2];  // columns as T
-    ProductMemory<T> memory;
+    PartMemory<T> memory;
   };
 
   RecurrentForward(const Recurrent& problem, void* output, int threads)
@@ -34,10 +35,10 @@ template <class T, class S> class RecurrentForward {
     return shared;
   }
   template <class Take> Own make_own(Take&& take) const {
-    const int64_t width = products_[0].widest();
+    const int64_t width = whole_vectors<T>(run_.widest);
     Own own;
     own.made = take(kGates * run_.most * width), own.rows[0] = take(width), own.rows[1] = take(width);
-    own.memory = products_[0].make_memory(run_.most, take);
+    own.memory = run_.make_memory(products_, run_.most, take);
     return own;
   }
 
@@ -47,17 +48,18 @@ template <class T, class S> class RecurrentForward {
   void run(const Part& part, const Shared& shared, const Own& own, int64_t phase, int64_t chunk) const {
     const Products<T, S>& products = products_[part.products];
     const int64_t step = (phase - 1) / of_step_, t = run_.time(part, step), n = run_.there(part, t);
-    run_.for_panels(products, chunk, [&](const Columns& columns) {
-      if (phase == 0) return begin(part, 0, run_.there(part, run_.time(part, 0)), columns, shared.states[0]);
-      const T* state = shared.states[step % 2];
-      const bool last = phase % of_step_ == 0;
-      const int from = last && run_.before ? 2 : 0, to = last ? kGates : 2;
-      for (int g = from; g < to; ++g)
-        products.multiply_by(g, columns, n, g == 2 && run_.before ? shared.reset : state, made(own, g, columns), own.memory);
-      if (!last) return reset(part, t, n, columns, shared, own, state);
-      candidates(part, t, n, columns, own);
-      finish(part, step, n, columns, shared, own, state, shared.states[(step + 1) % 2]);
-    });
+    const Columns columns = run_.columns(products, chunk);
+    if (phase == 0) return begin(part, 0, run_.there(part, run_.time(part, 0)), columns, shared.states[0]);
+    const T* state = shared.states[step % 2];
+    const bool last = phase % of_step_ == 0;
+    const int from = last && run_.before ? 2 : 0, to = last ? kGates : 2;
+    for (int g = from; g < to; ++g) {
+      const T* taken = g == 2 && run_.before ? shared.reset : state;
+      products.multiply_by(g, columns, n, taken, made(own, g, columns), own.memory.of(part.products));
+    }
+    if (!last) return reset(part, t, n, columns, shared, own, state);
+    candidates(part, t, n, columns, own);
+    finish(part, step, n, columns, shared, own, state, shared.states[(step + 1) % 2]);
   }
 
  private:

@@ -15,13 +15,17 @@ void parallel(int64_t count, const std::function<void(int64_t)>& task) {
   });
 }
 
+int threads_for(double multiply_adds) {
+  const double least = 1 << 19;
+  return multiply_adds < least ? 1 : int(torch::stable::get_num_threads());
+}
+
 int threads_for(const cpu::Problem& problem) {
   double work = 0;
   for (const Chain* layer : problem.layers)
     for (const Contraction& c : layer->contractions)
       work += double(c.outer * c.q * c.inner * c.p) * double(layer->rank);
-  const double least = 1 << 19;
-  return work * double(problem.batch) < least ? 1 : int(torch::stable::get_num_threads());
+  return threads_for(work * double(problem.batch));
 }
 
 void run_forward(const cpu::Problem& problem, const Tensor& y) {

@@ -11,6 +11,7 @@ namespace factorlayer {
 void parallel(int64_t count, const std::function<void(int64_t)>& task);
 
 // One thread for work that takes less time than waking another.
+int threads_for(double multiply_adds);
 int threads_for(const cpu::Problem& problem);
 
 void run_forward(const cpu::Problem& problem, const Tensor& y);

@@ -18,13 +18,16 @@ struct RecurrentCall {
   int threads = 1;
 
   RecurrentCall(const std::vector<Tensor>& gates, const Tensor& initial, const std::vector<Tensor>& weights,
-                const std::optional<Tensor>& bias, const std::optional<Tensor>& starts, const std::optional<Tensor>& first,
-                const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
-                const std::vector<int64_t>& numbers, const Recurrence& recurrence) {
+                const std::optional<Tensor>& bias, const std::optional<Tensor>& starts,
+                const std::optional<Tensor>& first, const std::optional<Tensor>& lengths,
+                const std::optional<Tensor>& offsets, const std::vector<int64_t>& numbers,
+                const Recurrence& recurrence) {
     STD_TORCH_CHECK(initial.is_cpu(), "factorlayer: the initial state must be a CPU tensor, as the others are");
-    const Walk walk = check_recurrence(recurrence, gates, initial, weights, bias, starts, first, lengths, offsets, numbers);
+    const Walk walk =
+        check_recurrence(recurrence, gates, initial, weights, bias, starts, first, lengths, offsets, numbers);
     const Chain& chain = recurrence.chain;
-    STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
+    STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ",
+                    chain.activation);
     tensors.reserve(gates.size() + weights.size() + 6);
     problem.recurrence = &recurrence;
     problem.dtype = dtype_of(initial);
@@ -39,11 +42,9 @@ struct RecurrentCall {
     problem.lengths = static_cast<const int64_t*>(pointer(lengths));
     problem.offsets = static_cast<const int64_t*>(pointer(offsets));
     check_rows();
-    double work = double(steps) * double(kGates) * double(chain.rank);
-    double of_step = 0;
-    for (const Contraction& c : chain.contractions) of_step += double(c.outer * c.q * c.inner) * double(c.p);
-    const double least = 1 << 19;  // as in threads_for
-    threads = work * of_step < least ? 1 : int(torch::stable::get_num_threads());
+    double work = 0;  // of a product
+    for (const Contraction& c : chain.contractions) work += double(c.outer * c.q * c.inner) * double(c.p);
+    threads = threads_for(work * double(chain.rank) * double(kGates) * double(steps));
   }
 
   // [rows, columns], zero where no sequence has a row.
@@ -94,9 +95,9 @@ struct RecurrentCall {
 };
 
 Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const std::vector<Tensor>& weights,
-                  const std::optional<Tensor>& bias, const std::optional<Tensor>& starts, const std::optional<Tensor>& first,
-                  const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
-                  const std::vector<int64_t>& numbers, const Text& text) {
+                  const std::optional<Tensor>& bias, const std::optional<Tensor>& starts,
+                  const std::optional<Tensor>& first, const std::optional<Tensor>& lengths,
+                  const std::optional<Tensor>& offsets, const std::vector<int64_t>& numbers, const Text& text) {
   const Recurrence& unit = find_recurrence(text.value);
   const RecurrentCall call(gates, initial, weights, bias, starts, first, lengths, offsets, numbers, unit);
   Tensor output = call.new_rows(unit.hidden());
@@ -104,8 +105,8 @@ Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const
   return output;
 }
 
-// Of the gates, of what stands beside them (a reset after the product: of the candidate's product; before it: r * h), and of
-// the initial state.
+// Of the gates, of what stands beside them (a reset after the product: of the candidate's product; before it: r * h), and
+// of the initial state.
 std::vector<Tensor> recurrence_backward(const Tensor& grad_output, const Tensor& output, const std::vector<Tensor>& gates,
                                         const Tensor& initial, const std::vector<Tensor>& weights,
                                         const std::optional<Tensor>& bias, const std::optional<Tensor>& starts,
@@ -120,7 +121,8 @@ std::vector<Tensor> recurrence_backward(const Tensor& grad_output, const Tensor&
   const Tensor read[] = {as_contiguous(grad_output), as_contiguous(output)};
   std::vector<Tensor> made;
   cpu::RecurrentGradients gradients{read[0].const_data_ptr(), read[1].const_data_ptr(), {}, nullptr, nullptr};
-  for (const Tensor& gate : gates) gradients.gates.push_back(made.emplace_back(call.new_rows(gate.size(1))).mutable_data_ptr());
+  for (const Tensor& gate : gates)
+    gradients.gates.push_back(made.emplace_back(call.new_rows(gate.size(1))).mutable_data_ptr());
   gradients.beside = made.emplace_back(call.new_rows(unit.hidden())).mutable_data_ptr();
   Tensor& of_initial = made.emplace_back(new_matrix(initial, initial.size(0), unit.hidden()));
   torch::stable::zero_(of_initial);  // where a sequence has no step
