@@ -202,7 +202,8 @@ class FactorGRU(Gated):
         flat = [parameters[name] for name in self._flat_weights_names]
         dropout = self.dropout if self.training else 0.0
         how = flat, self.bias, self.num_layers, dropout, self.training, self.bidirectional
-        apart = contextlib.nullcontext() if self._is_dense or is_compiling() else _weights_apart()
+        together = self._is_dense and rows.dtype != torch.bfloat16  # of which nn.GRU keeps no weights together
+        apart = contextlib.nullcontext() if together or is_compiling() else _weights_apart()
         if walk.lengths is None:
             with apart:
                 output, states = torch.gru(walk.by_steps(rows), hx, *how, False)

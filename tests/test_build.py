@@ -27,6 +27,7 @@ INTERFACES = {
     4: "ba9d33d0bcabf415",
     5: "ba9d33d0bcabf415",  # plans name more than three buffers of scratch
     6: "8e15f65555edf7ff",
+    7: "6baa825b59bc85b7",
 }
 
 

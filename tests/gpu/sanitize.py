@@ -36,11 +36,14 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from factorlayer import FactorMLP  # noqa: E402
+from factorlayer.autograd.recurrent_ops import fused  # noqa: E402
 from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
 from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.maths.chain import Chain  # noqa: E402
+from factorlayer.maths.recurrence import GATES, Recurrence  # noqa: E402
 from factorlayer.maths.spec import LayerSpec  # noqa: E402
+from factorlayer.maths.steps import Walk, naive  # noqa: E402
 from factorlayer.plan.planner import BATCHES, plan  # noqa: E402
 
 BARRIERS = ["--num-cuda-barriers", "8192"]  # mbarriers: the compiler counts a ring's once, however many slots it has
@@ -105,6 +108,14 @@ BLOCKS = [
     ("48 264 256 12", "elu", 200, "tf32", False),
     ("10 59 59 8", "silu", 150, "float64", True),
     ("1 73 73 73 1", "elu", 150, "float32", True),
+]
+
+# Recurrences, sequences, steps, dtype; gradients are made of all
+UNITS = [
+    ("gru after; tied 1 4 8 8 1; tied 0 1 4 4 8; tanh", 5, 4, "bfloat16"),
+    ("gru before reversed; untied 0 3 16 16 1; tanh", 3, 5, "float32"),
+    ("gru after; tied 0 1 21 21 1; bias; tanh", 3, 4, "float64"),
+    ("gru after; tied 0 1 264 264 1; tanh", 3, 3, "bfloat16"),
 ]
 
 
@@ -234,6 +245,26 @@ def cases() -> Iterator[Case]:
         shapes = ((batch, features[0]), *(tuple(p.shape) for p in block.parameters()))
         name = f"{widths} {activation}, {batch} samples, {dtype}{', gradients' if trained else ''}"
         yield Case(name, dtype, batch, features[-1], trained, shapes, stack)
+    for text, sequences, steps, dtype in UNITS:
+        unit = Recurrence.parse(text)
+        walk = Walk(sequences, steps, of_sequence=1, of_step=sequences)
+
+        def states(implementation, x, *tensors, unit=unit, walk=walk) -> Tensor:
+            gates, initial, weights = [x, *tensors[:2]], tensors[2], tensors[3 : 3 + GATES * unit.weights]
+            bias = tensors[-1] if unit.chain.bias else None
+            if implementation == "naive":
+                return naive(unit, gates, initial, weights, bias, None, walk, torch.tanh)
+            return fused(unit, gates, initial, weights, bias, None, walk)
+
+        of_gate = [
+            (c.q, c.p) if c.tied else (c.outer * c.inner, c.q, c.p)
+            for c in sorted(unit.chain.contractions, key=lambda c: c.weight)
+        ]
+        rows = (sequences * steps, unit.hidden)
+        shapes = (rows, rows, rows, (sequences, unit.hidden), *of_gate * GATES, *[(unit.hidden,)] * unit.chain.bias)
+        yield Case(
+            f"{text}, {sequences} x {steps}, {dtype}, gradients", dtype, rows[0], unit.hidden, True, shapes, states
+        )
 
 
 def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
