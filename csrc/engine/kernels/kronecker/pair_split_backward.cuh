@@ -176,7 +176,12 @@ template <class Pass> struct PairSplitBackward {
       sync_warpgroup(warpgroup);  // dT has been read
       store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    meet_as_others<GROUPS>(unit - i64(warpgroup) * gridDim.x, units, 2, [&] { sync_warpgroup(warpgroup); });
+    const i64 of_first = unit - i64(warpgroup) * gridDim.x;
+    // The places of others' last states get sums as well: a group without a unit of its own waits until they have been filled.
+    UNROLL for (int other = 0; other < GROUPS - 1; ++other)
+      if (other < warpgroup && unit >= units && of_first + i64(other) * gridDim.x < units)
+        states.wait_until_full({g_state(other), phase}), states.wait_until_full({x_state(other), phase});
+    meet_as_others<GROUPS>(of_first, units, 2, [&] { sync_warpgroup(warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
         groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }
