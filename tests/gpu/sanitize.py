@@ -268,9 +268,8 @@ def cases() -> Iterator[Case]:
         ]
         rows = (sequences * steps, unit.hidden)
         shapes = (rows, rows, rows, (sequences, unit.hidden), *of_gate * GATES, *[(unit.hidden,)] * unit.chain.bias)
-        yield Case(
-            f"{text}, {sequences} x {steps}, {dtype}, gradients", dtype, rows[0], unit.hidden, True, shapes, states
-        )
+        name, dense = f"{text}, {sequences} x {steps}, {dtype}, gradients", unit.chain.is_dense
+        yield Case(name, dtype, rows[0], unit.hidden, True, shapes, states, by_pytorch=dense)
 
 
 def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:
