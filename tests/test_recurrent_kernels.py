@@ -144,7 +144,7 @@ def run(
 
     from emulator.driver import for_the_cpu
 
-    program = emulator.program(0, for_the_cpu(planned.source("kernel")))
+    library = emulator.library(0, for_the_cpu(planned.source("kernel")))
     folder = emulator.folder
     for stale in [*folder.glob("w*"), *folder.glob("n*")]:
         stale.unlink()
@@ -165,9 +165,8 @@ def run(
     numbers = [seed, batch, begins[-1], begins[-1] - sum(sizes), planned.shared, planned.threads, together, *grid]
     numbers += [int(bias is not None), len(places), begins[-1], *begins[1:-1]]
     (folder / "y").unlink(missing_ok=True)
-    done = subprocess.run(
-        [str(program), str(folder), *map(str, numbers)], capture_output=True, text=True, timeout=600, check=False
-    )
+    command = [str(emulator.program), str(library), str(folder), *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[:4000] + f" exit code {done.returncode}"
     memory = (folder / "y").read_bytes()
     parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]

@@ -154,7 +154,7 @@ void bring_run(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, 
   static u32 runs = 0;
   const long due = rounds + random_below(slowest_landing);
   std::unique_ptr<Landing> landing(new Landing{due, current, {{to, bytes, from, bytes}}, &at, {}, long(bytes)});
-  landing->clock.seen[threads] = ++runs;
+  landing->clock.seen()[threads] = ++runs;
   landing->from = shared_from, landing->made = made;
   for (Cell& cell : cells_at(to, bytes))
     cell.writer = short(threads), cell.written = runs, cell.reader = kNobody;
@@ -263,8 +263,8 @@ void wait_for_stores() {
   self().stores.clear();
 }
 void fence() {
-  Clock& clock = self().clock;
-  for (int i = 0; i <= threads; ++i) clock.fenced[i] = std::max(clock.fenced[i], clock.seen[i]);
+  u32 *const seen = self().clock.seen(), *const fenced = self().clock.fenced();
+  for (int i = 0, end = threads; i <= end; ++i) fenced[i] = std::max(fenced[i], seen[i]);
   ++step();
 }
 

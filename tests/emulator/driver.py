@@ -24,9 +24,12 @@ from factorlayer.plan.plan import Plan
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
-KERNEL = ["-Og", "-fstack-reuse=none"]  # its compiler takes longer than it does
+# A kernel's compiler takes longer than it does, and without what tells how to leave functions a little less
+KERNEL = ["-Og", "-fstack-reuse=none", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
+KERNEL += ["-fPIC", "-fvisibility=hidden"]
 EMULATOR = ["-O3", "-mavx2"]  # which most of a kernel's time is in
-LINK = ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # a fifth of the other one's time
+# A kernel calls what the emulator has, and linked with nothing it takes a third of the linker's time
+LIBRARY = ["-shared", "-nostdlib", *(["-fuse-ld=gold"] if shutil.which("ld.gold") else [])]
 SECONDS = 600  # for a kernel, on a machine that has much else to do
 Array = NDArray[np.float64]
 
@@ -59,9 +62,10 @@ def decode(memory: bytes, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A pass as a program."""
+    """A pass as a library that the emulator loads."""
 
-    program: Path
+    emulator: Path
+    library: Path
     planned: Pass
     cluster: int
 
@@ -75,7 +79,7 @@ class Kernel:
         *places, end = self.places(batch)
         numbers = [seed, batch, end + p.sum_bytes(grid_x), end - p.written(batch), p.shared, p.threads, self.cluster]
         numbers += [grid_x, grid_y, int(bias), weights, -1 if p.reads_prepared else end, *places[1:]]
-        return [str(self.program), str(folder), *map(str, numbers)]
+        return [str(self.emulator), str(self.library), str(folder), *map(str, numbers)]
 
     def places(self, batch: int) -> list[int]:
         """Where they begin, as tensors do, and where sums do behind them."""
@@ -83,13 +87,15 @@ class Kernel:
 
 
 class Emulator:
-    """Compiled once. Programs and tensors lie in its folder; programs that others can use lie in `shared`."""
+    """Compiled once. Kernels and tensors lie in its folder; kernels that others can use lie in `shared`."""
 
     def __init__(self, folder: Path, shared: Path | None = None) -> None:
         self.folder, self.shared = folder, shared and shared / f"emulator-{made_from()}"
         self.made = self.shared or folder
         self.made.mkdir(exist_ok=True)
-        self.objects = [str(self.object_of(path)) for path in sorted(HERE.glob("*.cpp"))]
+        objects = [str(self.object_of(path)) for path in sorted(HERE.glob("*.cpp"))]
+        whole = [*objects, "-rdynamic", "-ldl"]
+        self.program = once(self.made / "emulator", lambda part: compile_cpp([*whole, "-o", str(part)]))
         # What every kernel includes first: the compiler finds it compiled beside no header, before it finds the header
         vocabulary = [*KERNEL, "-x", "c++-header", str(HERE / "instructions.cuh")]
         once(self.made / "instructions.cuh.gch", lambda part: compile_cpp([*vocabulary, "-o", str(part)]))
@@ -100,13 +106,13 @@ class Emulator:
             self.made / f"{path.stem}.o", lambda part: compile_cpp([*EMULATOR, "-c", str(path), "-o", str(part)])
         )
 
-    def program(self, number: int, text: str) -> Path:
+    def library(self, number: int, text: str) -> Path:
         """Of a kernel. Without `shared` the next one takes its place."""
 
-        def build(program: Path) -> None:
+        def build(library: Path) -> None:
             path = self.folder / f"kernel{number}.cpp"
             path.write_text(text)
-            compile_cpp([f"-I{self.made}", *KERNEL, str(path), *self.objects, *LINK, "-o", str(program)])
+            compile_cpp([f"-I{self.made}", *KERNEL, str(path), *LIBRARY, "-o", str(library)])
 
         if self.shared:
             return once(self.shared / name_of(text), build)
@@ -116,7 +122,7 @@ class Emulator:
     def compile(
         self, plan: Plan, changes: dict[str, str] | None = None, which: Sequence[int] | None = None
     ) -> list[Kernel]:
-        """A program for each pass, or some. `changes` breaks the device code: texts in it, each in some pass."""
+        """A library for each pass, or some. `changes` breaks the device code: texts in it, each in some pass."""
         asked = [i for i in range(len(plan.passes)) if which is None or i in which]
         sources = {i: plan.passes[i].source("kernel") for i in asked}
         clusters = {i: re.search(r"__cluster_dims__\(1, (\d+), 1\)", text) for i, text in sources.items()}
@@ -125,7 +131,7 @@ class Emulator:
             assert any(old in text for text in texts.values()), f"the device code has no {old!r}"
             texts = {i: text.replace(old, new) for i, text in texts.items()}
         sizes = {i: int(found[1]) if found else 1 for i, found in clusters.items()}
-        return [Kernel(self.program(i, text), plan.passes[i], sizes[i]) for i, text in texts.items()]
+        return [Kernel(self.program, self.library(i, text), plan.passes[i], sizes[i]) for i, text in texts.items()]
 
     def run(
         self,
@@ -255,7 +261,7 @@ def for_the_cpu(text: str) -> str:
     kept = [section for section in sections if not re.match(r'#line 1 "(instructions\.cuh|Wgmma<.*>)"', section)]
     assert len(kept) < len(sections) and not any(re.search(r"\basm\b", section) for section in kept)
     maps = ", *static_cast<const Maps*>(maps)" if "Maps maps)" in text else ""
-    entry = "void run_kernel(const void* params, const void* maps) "
+    entry = 'extern "C" __attribute__((visibility("default"))) void run_kernel(const void* params, const void* maps) '
     entry += f"{{ kernel(*static_cast<const Params*>(params){maps}); }}\n"
     return '#include "instructions.cuh"\n' + "".join(kept) + '#line 1 "entry"\n' + entry
 
@@ -264,7 +270,7 @@ def made_from() -> str:
     """A name for the compiler, its flags and all files of the emulator: programs of others are not these."""
     version = subprocess.run([COMPILE[0], "--version"], capture_output=True, text=True, check=True).stdout
     files = [path.read_text() for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h", ".cuh")]
-    return name_of(version, *COMPILE, *KERNEL, *EMULATOR, *LINK, *files)
+    return name_of(version, *COMPILE, *KERNEL, *EMULATOR, *LIBRARY, *files)
 
 
 def compile_cpp(arguments: list[str]) -> None:

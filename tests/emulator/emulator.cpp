@@ -1,11 +1,12 @@
-// Runs one kernel on a CPU and says what is wrong with it: called by driver.py, which builds it with the kernel.
+// Runs one kernel on a CPU and says what is wrong with it: called by driver.py, which makes a library of the kernel.
 //
-//     emulator FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS STATE...
+//     emulator KERNEL FOLDER SEED BATCH OUTPUT_BYTES SHARED THREADS CLUSTER GRID_X GRID_Y BIAS WEIGHTS SUMS STATE...
 //
 // reads x, bias, w0 ... from the folder, writes y there, and prints a line for each kind of error. Where a kernel has sums
 // beside its output, they are its bytes from SUMS on; states that it stores as well begin at STATE. Of its tensor maps, each
 // has a line in maps. Blocks run one after the
 // other (those of a cluster at once), their warps in random order.
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <fstream>
@@ -24,7 +25,7 @@ struct Params {  // as in params.cuh
   void* sums;
 } params;
 std::vector<emulator::TensorMap> maps;
-void run_kernel(const void* params, const void* maps);  // the driver writes it
+void (*run_kernel)(const void* params, const void* maps);  // of the library
 
 asm(R"(
 .text
@@ -78,7 +79,7 @@ void run_blocks(u8* stacks) {
   for (auto& puts : due_in) puts.clear();
   all.assign(threads, Thread());
   for (int i = 0; i < threads; ++i) {
-    all[i].clock.seen[i] = 1;
+    all[i].clock.seen()[i] = 1;
     // Beginnings that lie apart by one and the same power of two would meet in the processor's cache.
     void** stack = reinterpret_cast<void**>(stacks + kStack * (i + 1) - 64 - i % 61 * kStagger);
     *--stack = nullptr, *--stack = reinterpret_cast<void*>(begin_thread);
@@ -137,6 +138,8 @@ void run_blocks(u8* stacks) {
 
 int main(int count, char** arguments) {
   using namespace emulator;
+  const char* const kernel = *++arguments;
+  --count;
   const std::string folder = arguments[1];
   const auto number = [&](int i) { return atoll(arguments[i]); };
   state = number(2) * 0x9e3779b97f4a7c15u + 1;
@@ -147,6 +150,9 @@ int main(int count, char** arguments) {
   threads = block_threads * cluster;
   if (threads > kMostThreads) error("%d threads of a cluster, the emulator has room for %d", threads, kMostThreads), std::_Exit(1);
   gridDim = {unsigned(number(9)), unsigned(number(10)), 1};
+  void* const library = dlopen(kernel, RTLD_NOW);
+  if (!library) error("%s", dlerror()), std::_Exit(1);
+  run_kernel = reinterpret_cast<decltype(run_kernel)>(dlsym(library, "run_kernel"));
   params.x = map_tensor(folder + "/x", 0);
   if (number(11)) params.bias = map_tensor(folder + "/bias", 0);
   for (int i = 0; i < number(12); ++i) {

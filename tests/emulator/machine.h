@@ -46,30 +46,27 @@ inline u32 random_below(u32 limit) {
 }
 
 // Up to which step of each thread this thread knows all that was done (seen), knows it to be visible to the copy engine
-// and the matrix unit, too (fenced), and which reads of each warp's matrix unit are over.
-// Of the arrays, only what the kernel's threads have is ever touched: a clock is copied at every turn.
+// and the matrix unit, too (fenced), and which reads of each warp's matrix unit are over (products).
+// The numbers of a kernel's threads lie side by side, and behind them nothing is ever touched: a clock is copied at every turn.
 struct Clock {
-  u32 seen[kMostThreads + 1], fenced[kMostThreads + 1], products[kMostWarps];
+  u32 numbers[2 * (kMostThreads + 1) + kMostWarps];
   Clock() { clear(); }
   Clock(const Clock& other) { *this = other; }
   Clock& operator=(const Clock& other) {
-    std::copy_n(other.seen, threads + 1, seen), std::copy_n(other.fenced, threads + 1, fenced);
-    std::copy_n(other.products, threads / 32, products);
+    std::copy_n(other.numbers, count(), numbers);
     return *this;
   }
-  void clear() {
-    std::fill_n(seen, threads + 1, 0), std::fill_n(fenced, threads + 1, 0);
-    std::fill_n(products, threads / 32, 0);
-  }
-  // Both loops many numbers at a time, as how many there are is nothing that they might change.
+  static int count() { return 2 * (threads + 1) + threads / 32; }
+  u32* seen() { return numbers; }
+  u32* fenced() { return numbers + threads + 1; }
+  u32* products() { return numbers + 2 * (threads + 1); }
+  void clear() { std::fill_n(numbers, count(), 0); }
+  // Many numbers at a time, as how many there are is nothing that the loop might change.
   void join(const Clock& other) {
-    for (int i = 0, count = threads; i <= count; ++i) seen[i] = std::max(seen[i], other.seen[i]);
-    for (int i = 0, count = threads; i <= count; ++i) fenced[i] = std::max(fenced[i], other.fenced[i]);
-    for (int i = 0, count = threads / 32; i < count; ++i) products[i] = std::max(products[i], other.products[i]);
+    for (int i = 0, end = count(); i < end; ++i) numbers[i] = std::max(numbers[i], other.numbers[i]);
   }
-  void meet(const Clock& other) {
-    for (int i = 0, count = threads; i <= count; ++i) seen[i] = std::min(seen[i], other.seen[i]);
-    for (int i = 0, count = threads; i <= count; ++i) fenced[i] = std::min(fenced[i], other.fenced[i]);
+  void meet(const Clock& other) {  // which is nothing of products
+    for (int i = 0, end = 2 * (threads + 1); i < end; ++i) numbers[i] = std::min(numbers[i], other.numbers[i]);
   }
 };
 using Snapshot = std::shared_ptr<Clock>;
@@ -104,7 +101,6 @@ struct Thread {
   alignas(8) u8 awaited[32];
   long arrived = -1;  // at the cluster's barrier, and waits for more meetings than these
   long met = 0;  // how often, at barriers of its block
-  Clock clock;
   vector<Copy> copies;  // since the last commit
   std::deque<vector<Copy>> copy_groups;
   vector<Store> stores;
@@ -115,6 +111,7 @@ struct Thread {
   std::deque<Group> groups;
   std::map<float*, vector<float>> in_flight;  // sums
   int landings = 0;  // of its own that are still to come
+  Clock clock;
 };
 inline vector<Thread> all;
 inline void* scheduler;
@@ -132,7 +129,7 @@ template <class... Args> void error(const char* format, Args... args) {
 }
 
 inline Thread& self() { return all[current]; }
-inline u32& step() { return self().clock.seen[current]; }
+inline u32& step() { return self().clock.seen()[current]; }
 inline void progress() { last_progress = rounds; }
 inline void pause() { switch_fiber(&self().stack, scheduler); }
 inline int hesitation = 8;
@@ -160,10 +157,10 @@ inline bool waits(const Thread& thread) {
 
 // Whether this thread comes after what another one did at some step.
 inline bool after(int thread, u32 at) {
-  return thread == kNobody || thread == current || self().clock.seen[thread] >= at;
+  return thread == kNobody || thread == current || self().clock.seen()[thread] >= at;
 }
 inline bool after_fence(int thread, u32 at) {
-  return thread == kNobody || thread == threads || self().clock.fenced[thread] >= at;
+  return thread == kNobody || thread == threads || self().clock.fenced()[thread] >= at;
 }
 
 // Two bytes of shared memory: who wrote and read them last, and when; asynchronous copies that write and read them.
@@ -233,7 +230,7 @@ inline void check_write(const char* what, u32 to, u32 bytes) {
   const u32* products = &blocks[block_of(to)].products[offset_of(to) / 16 * warps];
   for (const u32* end = products + (bytes + 15) / 16 * warps; products != end; products += warps)
     for (int warp = 0; warp < warps; ++warp)
-      if (products[warp] > self().clock.products[warp])
+      if (products[warp] > self().clock.products()[warp])
         error("race: %s at %u and the matrix unit of warp %d, which reads it", what, offset_of(to), warp);
 }
 inline void check_read(const char* what, u32 from, u32 bytes) {

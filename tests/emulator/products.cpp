@@ -29,15 +29,15 @@ u32 turned_address(u64 description, int first, int k) {
   const u32 at = slab + first / 64 * bytes + k * 128 + first % 64 * 2;
   return at ^ (at >> 7 & 7) << 4;
 }
-const u8* read_operand(u32 at, const Clock& known, u32 wait) {
+const u8* read_operand(u32 at, Clock& known, u32 wait) {
   if (!is_inside("a matrix unit's read", at, 16)) return nowhere;
   for (Cell& cell : cells_at(at, 16)) {
     if (cell.is_barrier) error("a matrix unit reads a barrier at %u", offset_of(at));
     if (cell.arriving) error("a matrix unit reads at %u, where a copy has not landed yet", offset_of(at));
     if (cell.writer == kNobody || cell.writer == threads) continue;
-    if (known.seen[cell.writer] < cell.written)
+    if (known.seen()[cell.writer] < cell.written)
       error("race: a matrix unit reads at %u what thread %d writes", offset_of(at), cell.writer);
-    else if (known.fenced[cell.writer] < cell.written)
+    else if (known.fenced()[cell.writer] < cell.written)
       error("no fence: a matrix unit reads at %u what thread %d wrote", offset_of(at), cell.writer);
   }
   blocks[current / block_threads].products[offset_of(at) / 16 * (threads / 32) + current / 32] = wait;
@@ -211,7 +211,7 @@ void wait_for_products(int pending) {
       return_sums(lanes[lane]);
     }
   });
-  thread.clock.products[current / 32] = thread.waits;
+  thread.clock.products()[current / 32] = thread.waits;
   thread.opened = false;
 }
 
