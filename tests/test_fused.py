@@ -63,7 +63,7 @@ PHASES_CASES = [
     Case(kronecker((40, 51, 2), (30, 50, 2), rank=2), 9, activation="tanh"),  # little behind the second mode
     Case(kronecker((2, 2, 3, 49, 4), (2, 2, 3, 49, 4)), 22),
     Case(kronecker((8, 6, 16, 24, 8), (8, 6, 16, 24, 8), rank=2), 1),  # columns
-    Case(kronecker((32, 4096), (8, 4096)), 2, bias=False),  # rows of whole pages
+    Case(kronecker((32, 4096), (8, 2048)), 2, bias=False),  # rows of whole pages
     Case(kronecker((4, 6, 164, 40), (5, 6, 164, 30)), 3),
     Case(monarch((43, 68), (68, 2), rank=4), 1),  # fewer samples than fill a vector
     Case(monarch((13, 36), (36, 10), rank=3), 5, activation="silu"),
