@@ -13,6 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
+from forked import python
 
 import factorlayer
 from factorlayer.autograd.build import INTERFACE, VERSION, check_build
@@ -38,8 +39,9 @@ def extension(**attributes: object) -> types.ModuleType:
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    begin = [sys.executable] if code.startswith(HIDDEN) else python()
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [*begin, "-c", code],
         cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
@@ -172,7 +174,7 @@ def test_metadata_names_the_licence_and_the_sdist_has_what_a_build_needs(tmp_pat
         else:
             shutil.copy(ROOT / name, tmp_path)
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "sdist"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [*python(), "setup.py", "-q", "sdist"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")

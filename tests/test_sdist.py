@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
+
+from forked import python
 
 ROOT = Path(__file__).parents[1]
 MADE = {"__pycache__", ".hypothesis"}  # by running
 
 
 def make(*arguments: str) -> None:
-    command = [sys.executable, "setup.py", "-q", *arguments]
+    command = [*python(), "setup.py", "-q", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
