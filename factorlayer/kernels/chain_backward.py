@@ -581,8 +581,7 @@ def _learned(
     ways = []
     for (at, mode), sizes in zip(work.steps, work.states, strict=False):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
-        found = ways_of(mode.p, mode.q, inner, rows, warps, parts)
-        ways.append(sorted(found, key=lambda d: d.time(work.dtype, warps, gpu)))
+        ways.append(ways_of(mode.p, mode.q, inner, rows, warps, parts, work.dtype, gpu))
     return fitting(ways, most)
 
 
@@ -600,10 +599,14 @@ def fitting(ways: Sequence[Sequence[Learned]], most: int) -> tuple[Learned, ...]
     return tuple(chosen)
 
 
-def ways_of(p: int, q: int, inner: int, rows: int, warps: int, parts: int) -> Iterator[Learned]:
+@functools.lru_cache(1 << 12)
+def ways_of(p: int, q: int, inner: int, rows: int, warps: int, parts: int, dtype: str, gpu: Gpu) -> tuple[Learned, ...]:
+    """Tiles of a weight's gradient, the fastest first."""
+    found = []
     for mt, nt in TILES:
         if (mt > 1 and 8 * mt >= q) or (nt > 1 and 4 * nt >= p):
             continue  # more than half of it would be padding
         tiles = -(-(-(-q // (16 * mt)) * -(-p // (8 * nt))) // parts)
         share = min(warps, 1 << (tiles - 1).bit_length())
-        yield Learned(p, q, inner, rows, mt, nt, -(-tiles // share), share)
+        found.append(Learned(p, q, inner, rows, mt, nt, -(-tiles // share), share))
+    return tuple(sorted(found, key=lambda d: d.time(dtype, warps, gpu)))

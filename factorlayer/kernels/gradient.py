@@ -21,6 +21,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_RUNS = 16  # on their way to a thread, of both states together
+MOST_WIDE = 128  # a tile, either way
 LEAST_CHUNKS = 4  # that are worth a block
 PLACE_REGISTERS = 3  # for where a run is read
 MOST_WAITING = 4 << 20  # bytes of a pass's sums that wait for those of others
@@ -455,8 +456,9 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient | None:
     """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
-    tilings = [replace(plan, us=_time(plan)) for plan in _tilings(contraction, dtype, batch, gpu)]
-    return min(tilings, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
+    timed = ((_time(plan), plan) for plan in _tilings(contraction, dtype, batch, gpu))
+    found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
+    return replace(found[1], us=found[0]) if found else None
 
 
 def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradient]:
@@ -466,14 +468,15 @@ def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradi
     for ((mt, nt), registers), warps, bk in itertools.product(TILES[dtype].items(), (2, 4, 8), (64, 32, 16)):
         for wm in (1, 2, 4, 8):
             for wg in (run, 2 * run) if by_groups else (1,):
-                if warps % (wm * wg):
+                wn = warps // (wm * wg)
+                if warps % (wm * wg) or 16 * mt * wm > MOST_WIDE or 8 * nt * wn > MOST_WIDE:
                     continue
-                plan = Gradient(c, dtype, mt, nt, wm, warps // (wm * wg), wg, bk, 0, gpu, batch)
-                if plan.runs > MOST_RUNS or plan.shared > gpu.shared or max(plan.bm, plan.bn) > 128:
+                plan = Gradient(c, dtype, mt, nt, wm, wn, wg, bk, 0, gpu, batch)
+                if plan.runs > MOST_RUNS or plan.shared > gpu.shared or plan.tiles > MOST_BLOCKS:
                     continue
-                plan = replace(plan, registers=registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS))
-                if plan.registers <= 255 and plan.threads * plan.registers <= 65536 and plan.tiles <= MOST_BLOCKS:
-                    yield plan
+                needed = registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS)
+                if needed <= 255 and plan.threads * needed <= 65536:
+                    yield Gradient(c, dtype, mt, nt, wm, wn, wg, bk, needed, gpu, batch)
 
 
 def _time(plan: Gradient) -> float:

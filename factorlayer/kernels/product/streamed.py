@@ -486,7 +486,7 @@ def _copies(plan: Streamed) -> bool:
 def _deepest(plan: Streamed) -> Streamed:
     """The tiling with as many slots as change nothing else."""
     for slots in (4, 3):
-        if slots > plan.total_chunks + 1:
+        if slots > plan.total_chunks + 1 or slots * plan.slot_bytes > plan.gpu.shared:
             continue
         deeper = replace(plan, slots=slots)
         if deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:

@@ -226,9 +226,9 @@ def tile(
     mixed: tuple[int, int] | None = None,
 ) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
-    timed = (replace(plan, us=_time(plan)) for plan in tilings(contraction, dtype, batch, gpu, bias))
-    found = min(timed, key=lambda plan: plan.us + (0 if plan.is_whole else REDUCTION_US), default=None)
-    return replace(found, mixed=mixed) if found and mixed else found
+    timed = ((_time(plan), plan) for plan in tilings(contraction, dtype, batch, gpu, bias))
+    found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
+    return replace(found[1], us=found[0], mixed=mixed) if found else None
 
 
 def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:

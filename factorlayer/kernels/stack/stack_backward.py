@@ -426,11 +426,5 @@ def _learned(
 ) -> tuple[Learned, ...] | None:
     """The fastest tiles for each weight, with a column for a bias."""
     sizes = [(p + layer.bias, q) for layer, (p, q) in zip(layers, itertools.pairwise(widths), strict=True)]
-    ways = [[d for d in _ways(p, q, samples, warps, dtype, gpu) if d.mt * d.nt <= at_once] for p, q in sizes]
+    ways = [[d for d in ways_of(p, q, 1, samples, warps, 1, dtype, gpu) if d.mt * d.nt <= at_once] for p, q in sizes]
     return fitting(ways, most)
-
-
-@functools.lru_cache(1 << 12)
-def _ways(p: int, q: int, samples: int, warps: int, dtype: str, gpu: Gpu) -> tuple[Learned, ...]:
-    """The fastest first."""
-    return tuple(sorted(ways_of(p, q, 1, samples, warps, 1), key=lambda d: d.time(dtype, warps, gpu)))
