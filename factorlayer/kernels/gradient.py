@@ -101,7 +101,7 @@ class TileSums(Sums):
     def split(self) -> int:
         return int(self.tiles)
 
-    @property
+    @kept
     def most(self) -> int:
         """Blocks for a tile."""
         wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)

@@ -165,9 +165,9 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     continue
                 seen.append((in_place, stages))
                 fields = (work, stages, chunk, blocks, made, units, warps)
-                products = sum(stage.time(warps, gpu) for stage in stages) * terms
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
+                products = 0.0 if odd else sum(stage.time(warps, gpu) for stage in stages) * terms
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
                 fit = warps_that_fit(work, stages)
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
