@@ -706,17 +706,17 @@ template <class Pass> struct Chain : Tiles<Pass> {
   }
 
   // All threads of a block
-  DEVICE static void meet() { __syncthreads(); }
+  DEVICE static void meet_all() { __syncthreads(); }
   // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.
   template <class Kernel> DEVICE void hold_weights(const Kernel& kernel) const {
     Pass::load_weights(kernel);
     commit_copies();
     wait_for_copies<0>();
-    kernel.meet();
+    kernel.meet_all();
     if constexpr (Math::kRounds) {
       for (int at = threadIdx.x * 4; at < Pass::kWeightBytes; at += kBlock * 4)
         store_shared(weights + at, tf32_of(load_u32(weights + at)));
-      kernel.meet();
+      kernel.meet_all();
     }
   }
 

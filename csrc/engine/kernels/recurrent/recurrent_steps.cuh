@@ -41,7 +41,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
       : Base(p), shared(shared_address(shared_memory)), begin(i64(blockIdx.x) * Pass::UNITS) {}
 
   // All threads, those that multiply and those that bring what is read: they come from different places.
-  DEVICE static void meet() { sync_consumers<kBlock + 32>(); }
+  DEVICE static void meet_all() { sync_consumers<kBlock + 32>(); }
 
   DEVICE Rows<Pass::UNITS, kCodes> rows() const { return {shared + Pass::kRowsAt}; }
   DEVICE Row row(u32 step, int unit) const { return rows().of(step, unit); }
@@ -186,7 +186,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
       add_product<S>(y, tile, gate, from + gate * apart);
       Base::template write<S, false>(y, tile, to + gate * to_apart, 0);
     }
-    meet();
+    meet_all();
   }
   // take_sums(round, its sums of each gate from FIRST up to END) of the last contraction
   template <int FIRST, int END, class Go> DEVICE void contract_last(const Gathered& from, const Go& take_sums) const {
@@ -220,11 +220,11 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     __syncwarp();
     for (u32 step = 0; step < Pass::SLOTS; ++step) bring_step(step);
     wait_for_copies<Pass::SLOTS - 1>();
-    meet();
+    meet_all();
     ROLL for (u32 step = 0; step < steps; ++step) {
-      UNROLL for (int i = 1; i < Pass::BARRIERS; ++i) meet();
+      UNROLL for (int i = 1; i < Pass::BARRIERS; ++i) meet_all();
       wait_for_copies<Pass::SLOTS - 2>();
-      meet();
+      meet_all();
       if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
       bring_step(step + Pass::SLOTS);
     }
@@ -235,14 +235,14 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
     if (threadIdx.x >= kBlock) {
-      UNROLL for (int i = 0; i < (Math::kRounds ? 3 : 2); ++i) meet();  // of weights and zeros
+      UNROLL for (int i = 0; i < (Math::kRounds ? 3 : 2); ++i) meet_all();  // of weights and zeros
       bring(walk, steps, loader);
     } else {
       for (int at = threadIdx.x * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
-      meet();
+      meet_all();
       Base::hold_weights(*this);
       ready();
-      meet();
+      meet_all();
       ROLL for (u32 step = 0; step < steps; ++step) go(step);
     }
   }
