@@ -2,7 +2,8 @@
 
 All rows of results/NAME.json lie in docs/benchmarks.md, between <!-- benches:begin NAME --> and
 <!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary. What the
-sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together.
+sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together, and results/recurrent
+between those of "recurrent".
 With --check nothing is written, and the exit status says whether both files are up to date.
 """
 
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benches import sweep_figure, sweep_tables, tables
+from benches import recurrent, sweep_figure, sweep_tables, tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 from benches.sweep_results import Sweep
@@ -30,7 +31,7 @@ python -m benches.report
 
 python -m benches.report --check
 """
-SWEEPS = "sweeps"  # the section's name, and the folder's
+SWEEPS, RECURRENT = "sweeps", "recurrent"  # sections' names, and folders'
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -45,7 +46,7 @@ def main(
     try:
         before = {path: path.read_text() for path in (page, readme)}
         after = {
-            page: with_sweeps(updated(before[page], page, folder), page, folder),
+            page: with_recurrent(with_sweeps(updated(before[page], page, folder), page, folder), page, folder),
             readme: updated(before[readme], readme, folder, summary, "-summary"),
         }
         if not check:
@@ -97,7 +98,7 @@ def updated(
 ) -> str:
     """The page's text with a section for each results file, whose markers have its name and the suffix."""
     names = {path: path.stem + suffix for path in _files(folder)}
-    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {*names.values(), SWEEPS}
+    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {*names.values(), SWEEPS, RECURRENT}
     if unknown:
         raise ValueError(
             f"{page} should have sections of the results in {folder} only; there are none of "
@@ -116,6 +117,14 @@ def with_sweeps(text: str, page: Path, folder: Path) -> str:
     if not lines and f"<!-- benches:begin {SWEEPS} -->" not in text:
         return text
     return _put(text, SWEEPS, lines[1:], page, SWEEPS)
+
+
+def with_recurrent(text: str, page: Path, folder: Path) -> str:
+    """The page's text with the tables of recurrent units, one for each machine."""
+    lines = [line for path in _files(folder / RECURRENT) for line in ["", *recurrent.markdown(path)]]
+    if not lines and f"<!-- benches:begin {RECURRENT} -->" not in text:
+        return text
+    return _put(text, RECURRENT, lines[1:], page, RECURRENT)
 
 
 def sweeps_of(folder: Path) -> dict[Path, list[Sweep]]:
