@@ -33,7 +33,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_stack, plan_text
+from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_of, plan_stack, plan_text
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -711,10 +711,15 @@ def has_plan_in_float32(chain: Chain) -> bool:
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
-    assert len(cases) <= 48
+    assert len(cases) <= 52
     found = set()
     for case in cases:
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 19, f"{case} takes long"
+        if case.name.startswith("gru "):
+            for asked in ("", " | slopes", " | backward"):
+                passes = plan_of(case.name.split(", ")[0] + asked, case.dtype, 0, Gpu.of(90)).passes
+                found |= {" ".join(type(p).__name__ for p in passes)}
+            continue
         if case.chain is None or case.spec is None:
             found |= {f"block in {case.dtype}{', trained' if case.trained else ''}"}
             if case.trained and case.dtype == "bfloat16":
@@ -756,6 +761,8 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "Streamed Streamed",
         "Wide Wide",
     } <= found
+    assert {"Recurrent", "RecurrentBackward", "RecurrentSlopes", "RecurrentFill RecurrentSpread"} <= found
+    assert "RecurrentFill RecurrentSpreadBackward" in found
     assert {"PairBackward Reduction FactorGradients", "PairBackward Reduction"} <= found
     assert "PairDoubleBackward PairDoubleBackward Reduction" in found
     ways = "SmallDouble", "Pair16Large", "SmallFloat", "PairSplit"
