@@ -135,7 +135,7 @@ def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emu
     ("old", "new", "said"),
     [
         ("\n    sync();\n  }\n", "\n  }\n", "race: a"),  # behind a layer
-        ("wait_for_copies<0>();\n    kernel.meet_all();", "", "race: a"),  # weights and biases
+        ("wait_for_copies<0>();\n    __syncthreads();", "", "race: a"),  # weights and biases
     ],
 )
 def test_what_is_missing_is_found(old: str, new: str, said: str, emulator: Emulator) -> None:

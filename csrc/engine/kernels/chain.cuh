@@ -705,19 +705,21 @@ template <class Pass> struct Chain : Tiles<Pass> {
     commit_stores();
   }
 
-  // All threads of a block
-  DEVICE static void meet_all() { __syncthreads(); }
   // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.
   template <class Kernel> DEVICE void hold_weights(const Kernel& kernel) const {
     Pass::load_weights(kernel);
     commit_copies();
     wait_for_copies<0>();
-    kernel.meet_all();
+    __syncthreads();
     if constexpr (Math::kRounds) {
+      round_weights();
+      __syncthreads();
+    }
+  }
+  DEVICE void round_weights() const {
+    if constexpr (Math::kRounds)
       for (int at = threadIdx.x * 4; at < Pass::kWeightBytes; at += kBlock * 4)
         store_shared(weights + at, tf32_of(load_u32(weights + at)));
-      kernel.meet_all();
-    }
   }
 
   DEVICE void run() const {

@@ -153,11 +153,6 @@ class Recurrent(Pass):
         )
 
     @property
-    def barriers(self) -> int:
-        """Barriers of the block in a step."""
-        return len(self.stages) * (2 if self.before else 1)
-
-    @property
     def is_even(self) -> bool:
         """Whether a lane's features lie in the first contraction's state at constants behind its first one."""
         last, layout = self.last, self.stages[0].layout
@@ -210,7 +205,7 @@ class Recurrent(Pass):
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
-        told |= {"STREAMS": self.streams, "BARRIERS": self.barriers, "EVEN": self.is_even}
+        told |= {"STREAMS": self.streams, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
         told |= {"DOWN": self.goes_down != self.recurrence.reverse}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}

@@ -82,7 +82,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
                 Base::give_state(reset_state, two, r[0], r[1]);
               });
             });
-        Base::meet_all();
+        __syncthreads();
         Base::template contract_last<2, 3>(
             Pass::template before_last<2, 3>(*this, reset_state, 0), [&](int round, const Sums<Last>(&y)[1]) {
               Base::each_of_step(corners, round, step, [&](int k, int n, const Two& two, const Row& row) {
@@ -108,7 +108,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
               });
             });
       }
-      Base::meet_all();
+      __syncthreads();
     });
   }
 };

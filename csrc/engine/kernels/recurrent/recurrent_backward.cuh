@@ -85,7 +85,7 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
             give_state(gate, two, a);
           }
         });
-      Base::meet_all();
+      __syncthreads();
       if constexpr (Pass::RESET_BEFORE) {
         Base::template contract_last<2, 3>(
             Pass::template before_last<2, 3>(*this, state, Pass::kStateBytes), [&](int round, const Sums<Last>(&y)[1]) {
@@ -98,7 +98,7 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
                 give_state(0, two, v);
               });
             });
-        Base::meet_all();
+        __syncthreads();
       }
       constexpr int kLeft = Pass::RESET_BEFORE ? 2 : kGates;
       Base::template contract_last<0, kLeft>(
@@ -114,7 +114,7 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
             });
           });
     });
-    if (threadIdx.x >= Base::kBlock) return;
+    if (!Base::multiplies()) return;
     Base::each(corners, [&](int round, int k, int n, const Two& two) {
       if (begin + two.unit() >= Base::units) return;
       Real sums[2];

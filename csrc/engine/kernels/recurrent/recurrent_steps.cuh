@@ -10,7 +10,7 @@
 //       are always one lane's and lie together; Last, the last contraction, RESULT, how what it makes, and streams, lie, and
 //       before_last(), all contractions but the last; LAYOUT, how the first one reads the state, kStateBytes of one, and EVEN, whether
 //       a lane's features lie in it at constants behind its first; kWalk, the weight's place behind which is where rows lie (Walk
-//       below); BARRIERS of a step; kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in shared memory; DOWN, whether steps are walked
+//       below); kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in shared memory; DOWN, whether steps are walked
 //       from a sequence's last one to its first one
 #pragma once
 #include "kernels/chain.cuh"
@@ -40,8 +40,8 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   DEVICE RecurrentSteps(const Params& p)
       : Base(p), shared(shared_address(shared_memory)), begin(i64(blockIdx.x) * Pass::UNITS) {}
 
-  // All threads, those that multiply and those that bring what is read: they come from different places.
-  DEVICE static void meet_all() { sync_consumers<kBlock + 32>(); }
+  // Or brings what is read. All threads come to the same barriers of the block, so that all of them are the block's.
+  DEVICE static bool multiplies() { return threadIdx.x < kBlock; }
 
   DEVICE Rows<Pass::UNITS, kCodes> rows() const { return {shared + Pass::kRowsAt}; }
   DEVICE Row row(u32 step, int unit) const { return rows().of(step, unit); }
@@ -109,6 +109,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   }
   // The same with what the step is to each one's sequence, for those that have it. Of one sequence it is read once.
   template <class Go> DEVICE void each_of_step(const Corners& corners, int round, u32 step, const Go& go) const {
+    if (!multiplies()) return;
     const Row only = row(step, 0);
     if (Pass::UNITS == 1 && !only.there()) return;
     each_of(corners, round, [&](int, int h, int n, const Two& two) {
@@ -180,16 +181,17 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   }
   // One contraction of the states of gates from FIRST up to END, which lie `apart` bytes from each other, or are all the same.
   template <class S, int FIRST, int END> DEVICE void contract(u32 from, int apart, u32 to, int to_apart) const {
-    ROLL for (int j = warp; j < S::TILES * (END - FIRST); j += Pass::WARPS) {
+    ROLL for (int j = multiplies() ? warp : S::TILES * (END - FIRST); j < S::TILES * (END - FIRST); j += Pass::WARPS) {
       const int gate = FIRST + j % (END - FIRST), tile = j / (END - FIRST);
       Sums<S> y = {};
       add_product<S>(y, tile, gate, from + gate * apart);
       Base::template write<S, false>(y, tile, to + gate * to_apart, 0);
     }
-    meet_all();
+    __syncthreads();
   }
   // take_sums(round, its sums of each gate from FIRST up to END) of the last contraction
   template <int FIRST, int END, class Go> DEVICE void contract_last(const Gathered& from, const Go& take_sums) const {
+    if (!multiplies()) return;
     UNROLL for (int round = 0; round < kRounds; ++round) {
       const int tile = warp + round * Pass::WARPS;
       if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
@@ -199,51 +201,53 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
     }
   }
 
-  // What the loading warp does: `load(to, stream, row, unit)` brings a row of a stream, and `loader(thread)` is what does so.
-  template <class Loader> DEVICE void bring(const Walk& walk, u32 steps, const Loader& loader) const {
-    const int thread = threadIdx.x - kBlock;
-    const auto load = loader(thread);
-    const bool reads_rows = thread < Pass::UNITS;
-    static_assert(Pass::UNITS <= 32);
-    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
-    const auto bring_step = [&](u32 step) {
-      for (int unit = 0; unit < Pass::UNITS; ++unit) {
-        const Row mine = row(step, unit);
-        if (mine.there())
-          UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), stream, mine, unit);
-      }
-      commit_copies();
-    };
-    ahead.advance(0);
-    for (u32 step = 0; step < kCodes - 1; ++step)
-      if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
-    __syncwarp();
-    for (u32 step = 0; step < Pass::SLOTS; ++step) bring_step(step);
-    wait_for_copies<Pass::SLOTS - 1>();
-    meet_all();
-    ROLL for (u32 step = 0; step < steps; ++step) {
-      UNROLL for (int i = 1; i < Pass::BARRIERS; ++i) meet_all();
-      wait_for_copies<Pass::SLOTS - 2>();
-      meet_all();
-      if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
-      bring_step(step + Pass::SLOTS);
+  // What the loading warp does: `load(to, stream, row, unit)` brings a row of a stream.
+  template <class Load> DEVICE void bring(u32 step, const Load& load) const {
+    for (int unit = 0; unit < Pass::UNITS; ++unit) {
+      const Row mine = row(step, unit);
+      if (mine.there())
+        UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), stream, mine, unit);
     }
-    wait_for_copies<0>();
+    commit_copies();
   }
-  // One step after another: the loading warp brings what the others, once they are `ready`, go on with.
+
+  // One step after another: the loading warp brings what the others, once they are `ready`, go on with. `loader(thread)` is what
+  // brings a row, go(step) what all threads do, each its part.
   template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
+    static_assert(Pass::UNITS <= 32);
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
-    if (threadIdx.x >= kBlock) {
-      UNROLL for (int i = 0; i < (Math::kRounds ? 3 : 2); ++i) meet_all();  // of weights and zeros
-      bring(walk, steps, loader);
-    } else {
+    const int thread = threadIdx.x - kBlock;
+    const bool reads_rows = !multiplies() && thread < Pass::UNITS;
+    const auto load = loader(multiplies() ? 0 : thread);
+    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
+    if (multiplies())
       for (int at = threadIdx.x * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
-      meet_all();
-      Base::hold_weights(*this);
+    __syncthreads();
+    if (multiplies()) Pass::load_weights(*this);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    if (multiplies()) {
+      Base::round_weights();
       ready();
-      meet_all();
-      ROLL for (u32 step = 0; step < steps; ++step) go(step);
+    } else {
+      ahead.advance(0);
+      for (u32 step = 0; step < kCodes - 1; ++step)
+        if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
+      __syncwarp();
+      for (u32 step = 0; step < Pass::SLOTS; ++step) bring(step, load);
+      wait_for_copies<Pass::SLOTS - 1>();
     }
+    __syncthreads();
+    ROLL for (u32 step = 0; step < steps; ++step) {
+      if (!multiplies()) wait_for_copies<Pass::SLOTS - 2>();
+      go(step);
+      if (multiplies()) continue;
+      if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
+      __syncwarp();
+      bring(step + Pass::SLOTS, load);
+    }
+    wait_for_copies<0>();
   }
 };
