@@ -29,7 +29,7 @@ STEPS_HELD = 4  # whose rows are known
 LANES = 4  # that add up what warps have summed of two features
 # Microseconds on an H100: from what a block has made to what another one reads of it, with what is alike at every step;
 # and for the features that a block's threads go on with at once, forward and back
-HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.95, 0.3, 0.75
+HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.6, 0.65, 1.05
 INPUTS, STREAMS = 3, 6  # tensors that a step reads, forward and back
 
 
