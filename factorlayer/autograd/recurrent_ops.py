@@ -42,11 +42,20 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
         return reason
     if recurrence.chain.parameters:
         return "its kernels have no gradient of what the candidate's activation learns"
-    if initial.is_cuda and not is_compiling():
-        texts = _text_for(recurrence, initial), f"{_through_text(_text_for(recurrence, initial))} | backward"
-        if not all(layer_ops.has_kernel(text, initial.dtype, initial.get_device(), True) for text in texts):
-            return why_no_kernel(recurrence) or "its recurrent weights do not fit in a multiprocessor's shared memory"
+    if initial.is_cuda:
+        return _why_no_kernel(_text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
     return None
+
+
+def _why_no_kernel(text: str, dtype: torch.dtype, device: int) -> str:
+    """Why a GPU has no kernels for a recurrence, forward or back; nothing if it has."""
+    texts = text, f"{_through_text(text)} | backward"
+    if all([layer_ops.has_kernel(asked, dtype, device, True) for asked in texts]):
+        return ""
+    return why_no_kernel(Recurrence.parse(text)) or "its recurrent weights do not fit in shared memory"
+
+
+_why_no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # A step of cuDNN's dense unit on an H100, in a CUDA graph, fitted to benches/results/recurrent: microseconds, those
@@ -68,13 +77,21 @@ def why_slower(recurrence: Recurrence, x: Tensor, sequences: int) -> str | None:
     return f"a step is predicted to take {us:.1f} us fused, and {theirs:.1f} by PyTorch's op"
 
 
-@functools.cache
-def _in_tf32(recurrence: Recurrence) -> str:
-    return replace(recurrence, chain=replace(recurrence.chain, tf32=True)).text
+_in_tf32_known: dict[str, str] = {}
+
+
+def _in_tf32(text: str) -> str:
+    if text not in _in_tf32_known:
+        recurrence = Recurrence.parse(text)
+        _in_tf32_known[text] = replace(recurrence, chain=replace(recurrence.chain, tf32=True)).text
+    return _in_tf32_known[text]
+
+
+_in_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _text_for(recurrence: Recurrence, x: Tensor) -> str:
-    return _in_tf32(recurrence) if layer_ops.runs_in_tf32(x) else recurrence.text
+    return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x) else recurrence.text
 
 
 def fused(
