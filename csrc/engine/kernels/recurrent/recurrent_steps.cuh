@@ -5,13 +5,12 @@
 // Behind the warps that do so, one more brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All
 // meet at the barriers that end contractions: when a step ends, what the next one reads is there.
 //
-// Pass: what chain.cuh asks for; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS,
-//       tensors with a row for each step that is read; PAIRED, whether two neighbouring features
-//       are always one lane's and lie together; Last, the last contraction, RESULT, how what it makes, and streams, lie, and
-//       before_last(), all contractions but the last; LAYOUT, how the first one reads the state, kStateBytes of one, and EVEN, whether
-//       a lane's features lie in it at constants behind its first; kWalk, the weight's place behind which is where rows lie (Walk
-//       below); kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in shared memory; DOWN, whether steps are walked
-//       from a sequence's last one to its first one
+// Pass: what chain.cuh asks for; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS, tensors with a row
+//       for each step that is read; PAIRED, whether two neighbouring features are always one lane's and lie together; Last, the last
+//       contraction, RESULT, how what it makes, and streams, lie, and before_last(), all contractions but the last; LAYOUT, how the
+//       first one reads the state, kStateBytes of one, and EVEN, whether a lane's features lie in it at constants behind its first;
+//       kWalk, the place from which on is said where rows lie (recurrent_rows.cuh); kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in
+//       shared memory; DOWN, whether steps are walked from a sequence's last one to its first one
 #pragma once
 #include "kernels/chain.cuh"
 #include "kernels/recurrent/recurrent_rows.cuh"
@@ -40,7 +39,7 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   DEVICE RecurrentSteps(const Params& p)
       : Base(p), shared(shared_address(shared_memory)), begin(i64(blockIdx.x) * Pass::UNITS) {}
 
-  // Or brings what is read. All threads come to the same barriers of the block, so that all of them are the block's.
+  // Whether a thread multiplies, or brings what is read. All come to the same barriers.
   DEVICE static bool multiplies() { return threadIdx.x < kBlock; }
 
   DEVICE Rows<Pass::UNITS, kCodes> rows() const { return {shared + Pass::kRowsAt}; }
