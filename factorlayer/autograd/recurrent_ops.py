@@ -68,10 +68,14 @@ def why_slower(recurrence: Recurrence, x: Tensor, sequences: int) -> str | None:
     """Why PyTorch's op for dense units is predicted to take less than the fused implementation, or None."""
     if not x.is_cuda or is_compiling():
         return None
-    text = _text_for(recurrence, x)
-    us = layer_ops.predicted_us(text, sequences, x.dtype, x.get_device()) / STEPS
-    flops = 2 * GATES * recurrence.hidden**2 * sequences  # structured matrices are multiplied out for it
-    theirs = CUDNN_STEP_US + CUDNN_FEATURE_US * recurrence.hidden + flops / CUDNN_FLOPS[x.dtype]
+    return _why_slower(_text_for(recurrence, x), recurrence.hidden, sequences, x.dtype, x.get_device())
+
+
+@functools.lru_cache(1024)
+def _why_slower(text: str, hidden: int, sequences: int, dtype: torch.dtype, device: int) -> str | None:
+    us = layer_ops.predicted_us(text, sequences, dtype, device) / STEPS
+    flops = 2 * GATES * hidden**2 * sequences  # structured matrices are multiplied out for it
+    theirs = CUDNN_STEP_US + CUDNN_FEATURE_US * hidden + flops / CUDNN_FLOPS[dtype]
     if us <= theirs:
         return None
     return f"a step is predicted to take {us:.1f} us fused, and {theirs:.1f} by PyTorch's op"
