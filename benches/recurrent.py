@@ -1,7 +1,6 @@
 """Times FactorGRU beside nn.GRU on a GPU, and saves what came out: `python -m benches.recurrent --output FILE`.
 
-Each is captured in a CUDA graph, forward alone and with backward, so that launches of the host do not count. A step's
-floor is what memory moves and what multiplies, of that step's share of the whole.
+Each is captured in a CUDA graph, forward alone and with backward, so that launches of the host do not count.
 """
 
 from __future__ import annotations

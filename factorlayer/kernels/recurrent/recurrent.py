@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -141,10 +142,6 @@ class Recurrent(Pass):
         return self.streams_at + self.slots * self.slot_bytes
 
     @property
-    def output_bytes(self) -> int:
-        raise NotImplementedError  # of rows, not of sequences
-
-    @property
     def details(self) -> str:
         each = f"{self.units} sequences" if self.units > 1 else "one sequence"
         parts = f" of one of {self.split} parts" if self.split > 1 else ""
@@ -156,14 +153,12 @@ class Recurrent(Pass):
     def is_even(self) -> bool:
         """Whether a lane's features lie in the first contraction's state at constants behind its first one."""
         last, layout = self.last, self.stages[0].layout
-        rows = np.arange(0, last.m, 16 * last.mt)[:, None] + np.arange(8)
-        halves = 8 * np.arange(2 * last.mt)
-        columns = np.arange(0, round_up(last.q if last.by_rows else last.inner, 8 * last.nt), 8 * last.nt)[
-            :, None
-        ] + np.arange(8)
         if not last.by_rows and last.down > 1:
             return False
         width = last.q if last.by_rows else last.inner
+        rows = np.arange(0, last.m, 16 * last.mt)[:, None] + np.arange(8)
+        halves = 8 * np.arange(2 * last.mt)
+        columns = np.arange(0, round_up(width, 8 * last.nt), 8 * last.nt)[:, None] + np.arange(8)
         first = (rows.flatten()[:, None] * width + columns.flatten()).flatten()
         behind = (halves[:, None] * width + 8 * np.arange(last.nt)).flatten()
         ends = self.units * self.hidden
@@ -305,7 +300,10 @@ def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent 
     return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu))
 
 
-def tilings(family: type[Recurrent], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Recurrent]:
+Tiled = TypeVar("Tiled", bound=Recurrent)
+
+
+def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
     if why_not(recurrence):
         return
     for units, warps, share, others in itertools.product(SEQUENCES, WARPS, SHARES, (2, 4, 8)):

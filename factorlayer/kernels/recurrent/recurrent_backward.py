@@ -33,10 +33,6 @@ class RecurrentBackward(Recurrent):
         return issued_us(self.pairs * OF_TWO_BACK, self.warps, self.gpu)
 
     @property
-    def first_tensor(self) -> int:
-        return GATES * self.recurrence.weights
-
-    @property
     def walk_at(self) -> int:
         return self.first_tensor + STREAMS - 1
 
@@ -46,5 +42,4 @@ class RecurrentBackward(Recurrent):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
-    plan = fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu))
-    return plan if isinstance(plan, RecurrentBackward) else None
+    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu))

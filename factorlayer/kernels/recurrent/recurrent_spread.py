@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
     OF_INSTRUCTION,
@@ -185,12 +186,13 @@ class RecurrentFill(Pass):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
-    return min(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), key=lambda plan: plan.us, default=None)
+    return fastest(tilings(RecurrentSpread, recurrence, dtype, batch, gpu))
 
 
-def tilings(
-    family: type[RecurrentSpread], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu
-) -> Iterator[RecurrentSpread]:
+Tiled = TypeVar("Tiled", bound=RecurrentSpread)
+
+
+def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
     chain = recurrence.chain
     if not chain.is_dense or chain.parameters or recurrence.reset != "after" or gpu.arch < 70:
         return

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.recurrent.recurrent_spread import ROUND_BACK_US, STREAMS, RecurrentSpread, tilings
 from factorlayer.maths.recurrence import GATES, Recurrence
 
@@ -29,6 +30,4 @@ class RecurrentSpreadBackward(RecurrentSpread):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
-    plans = tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu)
-    found = min(plans, key=lambda plan: plan.us, default=None)
-    return found if isinstance(found, RecurrentSpreadBackward) else None
+    return fastest(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu))
