@@ -33,6 +33,7 @@ from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
 from factorlayer.autograd.stack_ops import is_left_to_cublas, is_left_to_pytorch
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.multiplied import multiplied_out
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec, Structure, spec_of_weights
 from factorlayer.tuning import choices, predicted
@@ -264,8 +265,18 @@ def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tenso
     """What the activation takes. A dense layer's bias is added on the way, as nn.Linear does."""
     if chain.is_dense:
         return torch.nn.functional.linear(x, weights[0], bias)
+    if is_multiplied_out(chain, x, torch.is_grad_enabled() and any_requires_grad(x, bias, weights)):
+        return torch.nn.functional.linear(x, multiplied_out(chain, weights), bias)
     y = batched(chain, x, weights)
     return y if bias is None else y + bias
+
+
+def is_multiplied_out(chain: Chain, x: Tensor, recorded: bool) -> bool:
+    """Whether the batched implementation multiplies W out, as on a GPU is predicted to be faster. Graphs, whose number
+    of samples may change, and transforms do without."""
+    if not x.is_cuda or x.dtype not in DTYPES or is_compiling() or transforms_active():
+        return False
+    return predicted.is_multiplied_out(text_for(chain, x), x.dtype, x.get_device(), x.shape[0], recorded)
 
 
 def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:

@@ -26,6 +26,7 @@ from oracle import (
 from factorlayer.functional import run
 from factorlayer.maths.batched import batched, flat, together
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.multiplied import multiplied_out
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 
@@ -103,3 +104,21 @@ def test_several_chains_at_once(spec: LayerSpec, batch: int) -> None:
     assert found.shape == (count, batch, spec.out_features)
     for i in range(count):
         torch.testing.assert_close(found[i], naive(spec, x, [weight[i] for weight in stacked]))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        LayerSpec("kronecker", (3, 4), (5, 2)),
+        LayerSpec("kronecker", (3, 4), (5, 2), 3),
+        LayerSpec("kronecker", (3, 4, 2), (5, 2, 6), 2),
+        LayerSpec("kronecker", (3, 1, 2, 5), (5, 2, 1, 4)),
+        LayerSpec("monarch", (6, 5), (10, 3)),
+        LayerSpec("monarch", (4, 6), (5, 8), 3),
+    ],
+    ids=spec_id,
+)
+def test_a_matrix_is_multiplied_out(spec: LayerSpec) -> None:
+    inputs = draw_inputs(Case(spec, 7, bias=False), torch.float64, seed=0)
+    matrix = multiplied_out(Chain.of(spec, False, "identity"), inputs.weights)
+    torch.testing.assert_close(inputs.x @ matrix.T, naive(spec, inputs.x, inputs.weights), rtol=0, atol=1e-12)

@@ -26,7 +26,7 @@ from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan.library import Product, calls, library_us
+from factorlayer.plan.library import Product, calls, contracted_us
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.planner import LEAST_ROWS, _functions, _rows, plan_of, times_of_few, times_of_many, times_of_some
 from factorlayer.plan.registry import families
@@ -55,7 +55,7 @@ def ratios(seed: int, training: bool) -> Iterator[float]:
         measured = rows[workload.name].get("forward_backward" if training else "forward")
         if measured:
             gpu = Gpu(*LIMITS, MEMORY[seed])
-            us = sum(library_us(chain, dtype, workload.batch, gpu, training) for chain in chains(workload))
+            us = sum(contracted_us(chain, dtype, workload.batch, gpu, training) for chain in chains(workload))
             yield us / measured["us"]
 
 
@@ -93,7 +93,7 @@ def test_large_products_run_at_the_rate_of_the_library() -> None:
     """Which no drawn row reaches."""
     chain = Chain.of(LayerSpec("kronecker", (8192,), (8192,)), False, "identity")
     gpu = Gpu(*LIMITS)
-    us = library_us(chain, "bfloat16", 8192, gpu, training=False)
+    us = contracted_us(chain, "bfloat16", 8192, gpu, training=False)
     assert 550e12 < chain.forward_flops(8192) / us * 1e6 < 800e12
 
 
@@ -150,6 +150,19 @@ def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[str, str]
     asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
     assert [found.implementation for found in asked] == ["fused", "batched"]
     assert asked[0].batched_us > 571 / 1.5 > 1.3 * asked[1].batched_us
+
+
+def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: dict[str, str]) -> None:
+    answers["times_of_some"] = same(1e9)
+    for spec, multiplied in (
+        (LayerSpec("monarch", (54, 8), (8, 54), 7), True),  # more multiply-adds than the matrix has entries
+        (LayerSpec("kronecker", (6, 19, 4), (6, 19, 4), 2), True),
+        (LayerSpec("kronecker", (256, 256), (256, 256)), False),
+        (LayerSpec("monarch", (256, 64, 64), (256, 64, 64)), False),  # no block form
+    ):
+        asked = Chain.of(spec, False, "identity").text, torch.bfloat16, 0, 1452
+        assert [predicted.is_multiplied_out(*asked, training) for training in (False, True)] == [multiplied] * 2
+        assert ("with its matrix multiplied out" in str(predicted.why_batched(*asked, False))) == multiplied
 
 
 def test_between_numbers_that_the_planner_is_asked_for_times_lie_on_a_line(answers: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.device.table import H200, Rates, Table, file_name, parsed, read, shipped
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import planner
-from factorlayer.plan.library import library_us
+from factorlayer.plan.library import contracted_us
 from factorlayer.plan.planner import plan_of, times
 
 PAIR, MONARCH = "tied 1 32 32 32 1; tied 0 1 32 32 32", "untied 0 64 88 384 1; untied 1 1 384 64 64"
@@ -119,7 +119,7 @@ def test_a_users_own_table_comes_first(folder: Path) -> None:
 
 
 def _predicted(gpu: Gpu) -> list[object]:
-    of_library = [library_us(Chain.parse(PAIR), dtype, 1000, gpu, True) for dtype in RATES.flops]
+    of_library = [contracted_us(Chain.parse(PAIR), dtype, 1000, gpu, True) for dtype in RATES.flops]
     return [[times(text, dtype, gpu, batch_class) for text, dtype, batch_class in CASES], of_library]
 
 

@@ -1,6 +1,7 @@
 """v2: the best that PyTorch alone can do. One matrix product per contraction: flat where the contracted mode is last,
 batched where others follow it, without permuting in between. On CUDA, batches of tiny products are slower than moving
-the axes of the state, so that small factors take one flat product each."""
+the axes of the state, so that small factors take one flat product each. Where the structure saves little, the matrix is
+multiplied out (multiplied.py), as functional.py decides."""
 
 from __future__ import annotations
 

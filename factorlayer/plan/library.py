@@ -1,4 +1,5 @@
-"""What PyTorch takes for a layer by its own operations, as maths/batched.py writes it: predicted, for auto to compare.
+"""What PyTorch takes for a layer by its own operations, as maths/batched.py writes it, or with its matrix multiplied
+out before, as maths/multiplied.py does: predicted, for auto to compare.
 
 A layer is counted into products, copies and sums as PyTorch launches them, forward and back. What each takes is its
 start, and the longer of what it moves and what it multiplies, by rates of device/gpu.py. docs/layers.md says how far
@@ -18,6 +19,7 @@ from factorlayer.maths.spec import Contraction
 LARGEST_FLAT = 12  # as in maths/batched.py
 TILES = (32, 64, 128, 256)  # rows and columns of a block's product
 SHARES = {32: 0.5, 64: 0.75}  # of the rate that smaller blocks reach: each operand is read for fewer products
+LARGEST_MATRIX = 1 << 26  # entries of one that is multiplied out: its gradient needs as much memory again
 STEP = 32  # of what is summed, at a time
 LEAST_STEPS = 4  # of a part, where the sum is split
 IN_TWO = ("relu_squared",)  # activations that are two operations
@@ -86,27 +88,29 @@ class Added:
 Call = Product | Pointwise | Sum | Added
 
 
-def library_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
-    """Microseconds of a layer, with all its gradients if it is trained. dtype may be tf32."""
+def contracted_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
+    """Microseconds of a layer, one contraction behind another, with all its gradients if it is trained. dtype may be
+    tf32."""
     return sum(call.us(dtype, gpu) for call in calls(chain, batch, training))
 
 
+def multiplied_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
+    """The same with its matrix multiplied out before; infinitely many where that is not to be had."""
+    is_known = all(c.tied for c in chain.contractions) or chain.is_monarch
+    if chain.is_dense or not is_known or chain.in_features * chain.out_features > LARGEST_MATRIX:
+        return math.inf
+    return sum(call.us(dtype, gpu) for call in multiplied_calls(chain, batch, training))
+
+
 def calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]:
-    x, y = batch * chain.in_features, batch * chain.out_features
+    x = batch * chain.in_features
     terms = range(chain.rank)
     for _ in terms:
         yield from (_flat if _is_flat(chain) else _forward)(chain, batch)
-    yield from (Pointwise(3 * y) for _ in terms[1:])
-    pointwise = 2 if chain.activation in IN_TWO else 0 if chain.activation == "identity" else 1
-    pointwise += chain.activation.count(",")  # of a program, each step
-    if chain.bias:
-        yield Added() if chain.is_dense else Pointwise(2 * y)
-    yield from (Pointwise(2 * y) for _ in range(pointwise))
+    yield from (Pointwise(3 * batch * chain.out_features) for _ in terms[1:])
+    yield from _finish(chain, batch, training, is_dense=chain.is_dense)
     if not training:
         return
-    yield from (Pointwise(3 * y) for _ in range(pointwise))
-    if chain.bias:
-        yield Sum(y)
     for _ in terms:
         yield from (_flat_back if _is_flat(chain) else _back)(chain, batch)
     if chain.rank > 1:
@@ -116,6 +120,53 @@ def calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]:
             for _ in terms:
                 yield from (Pointwise(chain.rank * weight), Pointwise(2 * weight))
             yield from (Pointwise(3 * chain.rank * weight) for _ in terms[1:])
+
+
+def multiplied_calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]:
+    """A matrix multiplied out, and a dense layer."""
+    features = chain.in_features, chain.out_features
+    matrices = list(_matrices(chain))
+    for product, elements in matrices:
+        yield from (product, Pointwise(2 * elements, turns=True))
+    yield Product(1, batch, features[1], features[0], batched=False)
+    yield from _finish(chain, batch, training, is_dense=True)
+    if not training:
+        return
+    yield Product(1, features[1], features[0], batch, batched=False)
+    yield Product(1, batch, features[0], features[1], batched=False)
+    for product, elements in matrices:
+        yield Pointwise(2 * elements, turns=True)
+        yield Product(product.count, product.m, product.k, product.n, product.batched)
+        yield Product(product.count, product.k, product.n, product.m, product.batched)
+
+
+def _matrices(chain: Chain) -> Iterator[tuple[Product, int]]:
+    """The products that multiply a matrix out, and how many elements each makes, which are moved to their places."""
+    if chain.is_monarch:
+        first, second = chain.contractions
+        groups = first.outer * second.inner
+        yield Product(groups, second.q, first.p, first.q // second.inner), groups * second.q * first.p
+        return
+    entries, *others = (c.p * c.q for c in _by_weight(chain))
+    for i, size in enumerate(others):
+        is_last = i == len(others) - 1
+        count, summed = (1, chain.rank) if is_last else (chain.rank, 1)
+        yield Product(count, entries, size, summed, batched=not is_last), count * entries * size
+        entries *= size
+
+
+def _finish(chain: Chain, batch: int, training: bool, is_dense: bool) -> Iterator[Call]:
+    """Bias and activation, with what goes back through them."""
+    y = batch * chain.out_features
+    pointwise = 2 if chain.activation in IN_TWO else 0 if chain.activation == "identity" else 1
+    pointwise += chain.activation.count(",")  # of a program, each step
+    if chain.bias:
+        yield Added() if is_dense else Pointwise(2 * y)
+    yield from (Pointwise(2 * y) for _ in range(pointwise))
+    if training:
+        yield from (Pointwise(3 * y) for _ in range(pointwise))
+        if chain.bias:
+            yield Sum(y)
 
 
 def _is_flat(chain: Chain) -> bool:

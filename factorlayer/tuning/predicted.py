@@ -20,7 +20,7 @@ from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.library import library_us
+from factorlayer.plan.library import contracted_us, multiplied_us
 
 EIGHT = 8  # elements of 16 bits that are moved at once
 MARGIN = 1.1  # batched has to be faster by this factor: less cannot be told apart, and fused needs less memory
@@ -63,6 +63,7 @@ class Prediction:
     batched_us: float
     training: bool
     samples: Samples
+    multiplied_out: bool = False  # whether batched multiplies the layer's matrix out
 
     @property
     def implementation(self) -> str:
@@ -74,6 +75,7 @@ class Prediction:
 
     def __str__(self) -> str:
         fused, batched = f"fused {self.fused_us:.1f} us", f"batched {self.batched_us:.1f} us"
+        batched += " with its matrix multiplied out" if self.multiplied_out else ""
         times = f"{batched}, {fused}" if self.implementation == "batched" else f"{fused}, {batched}"
         doing = "training" if self.training else "inference"
         return f"predicted: {times}, for {doing} with {self.samples}"
@@ -98,8 +100,8 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
         ops = cuda_ops(device, dtype)
         asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
-    batched_us = _library_us(text, samples, dtype, device, training)
-    return Prediction(fused_us, batched_us, training, like)
+    contracted, multiplied = _library_us(text, dtype, device, likeness, training)
+    return Prediction(fused_us, min(contracted, multiplied), training, like, multiplied < contracted)
 
 
 def predicted_stack(
@@ -146,7 +148,16 @@ def _predicted_stack(
     return Prediction(fused_us, sum(layer.batched_us for layer in alone), training, like)
 
 
-def _library_us(text: str, samples: int, dtype: torch.dtype, device: int, training: bool) -> float:
-    chain = Chain.parse(text)
+def is_multiplied_out(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> bool:
+    """Whether the batched implementation takes a layer with its matrix multiplied out."""
+    contracted, multiplied = _library_us(text, dtype, device, _likeness(batch), training)
+    return multiplied < contracted
+
+
+@functools.lru_cache(4096)
+def _library_us(text: str, dtype: torch.dtype, device: int, likeness: int, training: bool) -> tuple[float, float]:
+    """Microseconds by contractions, and multiplied out."""
+    chain, samples = Chain.parse(text), _samples(likeness).asked
     computed = "tf32" if chain.tf32 and dtype == torch.float32 else dtype_name(dtype)
-    return library_us(chain, computed, samples, Gpu(*gpu_limits(device)), training)
+    asked = chain, computed, samples, Gpu(*gpu_limits(device)), training
+    return contracted_us(*asked), multiplied_us(*asked)

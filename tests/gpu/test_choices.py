@@ -71,6 +71,32 @@ def test_a_model() -> None:
     assert [tuned.choice.batch_class for tuned in found if tuned.choice] == [2, 2]
 
 
+@pytest.mark.parametrize("rank", [1, 7])
+def test_a_matrix_multiplied_out(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = FactorLinear(
+        *(432, 432),
+        structure="monarch",
+        blocks=54,
+        rank=rank,
+        implementation="batched",
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    asked, multiply = [], factorlayer.functional.multiplied_out
+    monkeypatch.setattr(factorlayer.functional, "multiplied_out", lambda *args: asked.append(args) or multiply(*args))
+    x = torch.randn(1452, 432, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    assert len(asked) == 1
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(y, inputs, torch.ones_like(y) / 1452)
+    exact = layer.double()
+    exact.implementation = "naive"
+    right = exact(x.double())
+    wanted = torch.autograd.grad(right, [x, *exact.parameters()], torch.ones_like(right) / 1452)
+    for mine, theirs in zip((y, *found), (right, *wanted), strict=True):
+        assert float((mine.double() - theirs).norm()) < 0.02 * float(theirs.norm())
+
+
 def test_refused_in_a_capture() -> None:
     layer, graph = layer_of(), torch.cuda.CUDAGraph()
     layer.warmup(8)
