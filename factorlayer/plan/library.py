@@ -126,6 +126,9 @@ def multiplied_calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]
     """A matrix multiplied out, and a dense layer."""
     features = chain.in_features, chain.out_features
     matrices = list(_matrices(chain))
+    # Of blocks, weights are moved to where products find them, and their gradients back.
+    moved = [Pointwise(2 * c.weight_size) for c in chain.contractions if not c.tied]
+    yield from moved
     for product, elements in matrices:
         yield from (product, Pointwise(2 * elements, turns=True))
     yield Product(1, batch, features[1], features[0], batched=False)
@@ -138,6 +141,7 @@ def multiplied_calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]
         yield Pointwise(2 * elements, turns=True)
         yield Product(product.count, product.m, product.k, product.n, product.batched)
         yield Product(product.count, product.k, product.n, product.m, product.batched)
+    yield from moved
 
 
 def _matrices(chain: Chain) -> Iterator[tuple[Product, int]]:
