@@ -205,6 +205,12 @@ template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES < 
 template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   load_global<BYTES>(from, x, present);
 }
+inline void load_five(const void* from, u32 (&x)[5], bool present) {
+  memset(x, 0, sizeof x);
+  if (!present) return;
+  for (int i = 0; i < 5; ++i) emulator::read_global(static_cast<const u32*>(from) + i, 4);
+  memcpy(x, from, sizeof x);
+}
 template <int BYTES> inline void load_now(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4]) {
   emulator::read_now(from, BYTES);
   x[0] = 0;

@@ -71,3 +71,27 @@ DEVICE void put_words(u32 row, int feature, bool inside, int words, const u32 (&
       if (inside || feature + i < FEATURES) store_shared(at + i * 2, u16(word[i / 2] >> i % 2 * 16));
   }
 }
+
+// Eight elements of 16 bits that lie anywhere in memory, as words of 4 bytes; `left` of them are there.
+struct Eight {
+  u32 word[5];
+
+  // Nothing is read of what lies behind `end`, but for what shares a word with an element.
+  DEVICE void load(const void* from, const void* end, int left) {
+    const char* at = reinterpret_cast<const char*>(u64(from) & ~u64(3));
+    const bool whole = at + 20 <= static_cast<const char*>(end);
+    load_five(at, word, whole && left > 0);
+    if (whole || left <= 0) return;
+    UNROLL for (int i = 0; i < 10; ++i)
+      if (at + i * 2 < static_cast<const char*>(end)) word[i / 2] |= u32(*reinterpret_cast<const u16*>(at + i * 2)) << i % 2 * 16;
+  }
+  // To 16 bytes of shared memory, zeros behind those that are there
+  DEVICE void put(u32 to, const void* from, int left) const {
+    u32 x[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+      x[i] = u32((u64(word[i + 1]) << 32 | word[i]) >> (u64(from) & 2) * 8);
+      if (left < i * 2 + 2) x[i] &= left > i * 2 ? 0xffff : 0;
+    }
+    store_u32x4(to, x);
+  }
+};

@@ -249,7 +249,13 @@ template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u16 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
 }
-// A line of 128 bytes on its way to L2
+// Five words behind one another, which lie in as many accesses
+DEVICE void load_five(const void* from, u32 (&x)[5], bool present) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; mov.b32 %4, 0;\n"
+               "@p ld.global.u32 %0, [%5]; @p ld.global.u32 %1, [%5+4]; @p ld.global.u32 %2, [%5+8];\n"
+               "@p ld.global.u32 %3, [%5+12]; @p ld.global.u32 %4, [%5+16]; }"
+               : "=&r"(x[0]), "=&r"(x[1]), "=&r"(x[2]), "=&r"(x[3]), "=&r"(x[4]) : "l"(from), "r"(int(present)) : "memory");
+}
 // What other blocks write meanwhile, as it is now
 template <int BYTES> DEVICE void load_now(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4]) {
   if constexpr (BYTES == 16)
@@ -261,6 +267,7 @@ template <int BYTES> DEVICE void load_now(const void* from, u32 (&x)[BYTES < 4 ?
   else
     asm volatile("{ .reg .u16 h; ld.relaxed.gpu.global.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(x[0]) : "l"(from) : "memory");
 }
+// A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
 template <int BYTES> DEVICE void store_global(void* to, const u32* x) {

@@ -36,9 +36,11 @@ FEWER_SAMPLES = 4  # times fewer, which have the same plan
 GRAD = 2  # the parameter that grad_y is, behind both weights
 START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
 # Instructions of a warp, counted in PTX: for an item, a sum that is stored, a piece of y; for 16 bytes of a weight that
-# is prepared, a piece of x that is copied, and one that goes through registers
+# is prepared, a piece of x that is copied, and one that goes through registers, alone or as eight
 OF_ITEM, OF_SUM, OF_PIECE = 40, 8, 8
-OF_WEIGHT, OF_COPY, OF_HELD = 6, 16, 10
+OF_WEIGHT, OF_COPY, OF_HELD, OF_EIGHT = 6, 16, 10, 36
+EIGHT = 8  # numbers of 2 bytes that come together
+HELD, HELD_EIGHTS = 16, 4  # pieces that a thread holds at once
 
 
 def row_stride(elements: int, size: int) -> int:
@@ -57,6 +59,16 @@ def registers(dtype: str, mt: int, nt: int) -> int:
 def load_of(numbers: int, step: int, size: int) -> int:
     """Bytes of an access to a tensor whose groups' numbers are `step` apart (monarch_rows.cuh)."""
     return size if step > 1 else math.gcd(16, numbers * size)
+
+
+def fetching(rows: int, numbers: int, step: int, size: int) -> tuple[float, int]:
+    """Instructions of warps that bring rows of numbers to shared memory, and how often they wait for memory: what goes
+    through registers comes in turns."""
+    load = load_of(numbers, step, size)
+    if load >= 4:
+        return rows * numbers * size / load / 32 * OF_COPY, 0
+    each, together, pieces = (OF_EIGHT, HELD_EIGHTS, -(-numbers // EIGHT)) if step == 1 else (OF_HELD, HELD, numbers)
+    return rows * pieces / 32 * each, -(-rows * pieces // (32 * WARPS * together))
 
 
 @dataclass(frozen=True)
@@ -386,10 +398,10 @@ def time(plan: MonarchChunks, batch: int) -> float:
     issue = of_states * (first / width * (plan.mt * of_a + plan.n1 * of_b + plan.mt * plan.n1 * of_product) + OF_ITEM)
     issue += of_items * (second / width * (plan.mt * of_a + plan.nt * of_b + plan.mt * plan.nt * of_product) + OF_ITEM)
     issue += stored * OF_SUM + sum(plan.weight_bytes) / 512 * OF_WEIGHT
-    held = plan.load < 4
-    issue += plan.samples * plan.k * p * size / plan.load / 32 * (OF_HELD if held else OF_COPY)
+    fetched, turns = fetching(plan.samples * plan.k, p, plan.steps["X_STEP"], size)
+    issue += fetched
     chunk = together(multiply, move, issue / gpu.instructions, plan.slot_bytes / gpu.l2_bytes)
-    waits = 2 * gpu.rates.sync_us + (gpu.rates.wait_us if held or plan.slots == 1 else 0.0)
+    waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, plan.slots == 1)
     # Results
     run, between = plan.runs
     made = plan.samples * min(plan.groups, b) * min(plan.columns, q)

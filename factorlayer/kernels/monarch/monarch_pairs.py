@@ -23,12 +23,11 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     GRAD,
     MOST_ACROSS,
     MOST_REGISTERS,
-    OF_COPY,
-    OF_HELD,
     OF_ITEM,
     OF_SUM,
     WARPS,
     fastest_of_class,
+    fetching,
     load_of,
     registers,
     row_stride,
@@ -279,7 +278,7 @@ def time(plan: MonarchPairs, batch: int) -> float:
     of_a, of_b, of_product = INSTRUCTIONS[dtype]
     width = 16 if size == 2 else 8
     multiply = move = issue = weights = 0.0
-    waited = False  # for what goes through registers
+    turns = 0  # waits for what goes through registers
     for side, step in ((plan.x, 1), (plan.y, plan.y.groups)):
         states = side.some * samples // (16 * plan.down) * side.across
         rounds, all_items = (-(-n // WARPS) * WARPS for n in (states, side.items))
@@ -292,14 +291,14 @@ def time(plan: MonarchPairs, batch: int) -> float:
         issue += rounds * (steps * (plan.down * of_a + side.n1 * (of_b + plan.down * of_product)) + OF_ITEM)
         issue += all_items * (sums * (side.mt * 2 * of_a + side.nt * (of_b + side.mt * of_product)) + OF_ITEM)
         issue += stored * OF_SUM
-        load = side.load(step)
-        waited |= load < 4
-        issue += samples * side.some * side.numbers * size / load / 32 * (OF_HELD if load < 4 else OF_COPY)
+        fetched, trips = fetching(samples * side.some, side.numbers, step, size)
+        turns += trips
+        issue += fetched
         weights += side.some * side.columns * side.numbers
     loaded = sum(side.row_bytes for side in plan.sides)
     units = multiply / gpu.flops[dtype], move / gpu.shared_bytes, issue / gpu.instructions, loaded / gpu.l2_bytes
     chunk = together(*units)
-    waits = 2 * gpu.rates.sync_us + (gpu.rates.wait_us if plan.slots == 1 or waited else 0.0)
+    waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, plan.slots == 1)
     tiles = -(-batch // samples)
     across = min(tiles, plan.most)
     blocks, each = across * plan.split, -(-tiles // across)

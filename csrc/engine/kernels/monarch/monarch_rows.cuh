@@ -1,7 +1,7 @@
 // Parts of a tile of samples, between memory and shared memory, without a division for each access: a thread has the same place
 // in the runs that it takes, and the steps from one of these to the next are constants.
 #pragma once
-#include "move/memory.cuh"
+#include "move/packed.cuh"
 
 // Runs of RUN elements, PIECE at once by a thread, COUNT of them for each of SAMPLES: those of some samples at a time, or equal
 // parts of a sample's. From a sample's to the next one's, and from a run to the next, elements lie FROM_SAMPLE and FROM_RUN apart
@@ -43,18 +43,19 @@ struct MonarchRuns {
 
 // Some groups of a tensor, to shared memory: [SAMPLES][SOME][PADDED], rows of STRIDE elements. In memory a sample has ALL groups of
 // P numbers: one group after the other, or, where numbers are STEP > 1 apart, side by side. What is not there is zero; padding is
-// left as it is. LOAD: bytes of an access; 2 go through registers.
+// left as it is. LOAD: bytes of an access; 2 go through registers, eight numbers of a group at once.
 template <class Element, int THREADS, int SAMPLES, int ALL, int P, int SOME, i64 STEP, int PADDED, int STRIDE, int LOAD>
 struct MonarchRows {
-  static constexpr bool kAlong = STEP == 1;
-  static constexpr int kSize = sizeof(Element), kPiece = LOAD / kSize;
-  using Runs = MonarchRuns<THREADS, SAMPLES, kAlong ? SOME : P, kAlong ? P : SOME, kPiece, ALL * P, kAlong ? P : int(STEP),
-                           STRIDE, kAlong ? PADDED : 1>;
+  static constexpr bool kAlong = STEP == 1, kEights = kAlong && LOAD == 2;
+  static constexpr int kSize = sizeof(Element), kPiece = kEights ? 8 : LOAD / kSize;
+  using Runs = MonarchRuns<THREADS, SAMPLES, kAlong ? SOME : P, kAlong ? round_up(P, kPiece) : SOME, kPiece, ALL * P,
+                           kAlong ? P : int(STEP), STRIDE, kAlong ? PADDED : 1>;
 
   // Of samples and groups from these on
   static DEVICE void load(const Element* x, i64 sample, i64 batch, int group, u32 to) {
     const int left = batch - sample < SAMPLES ? int(batch - sample) : SAMPLES;
     const Element* first = x + sample * (i64(ALL) * P) + i64(group) * (kAlong ? P : 1);
+    const Element* end = x + batch * (i64(ALL) * P);
     const auto has = [&](const auto& at) {
       return at.sample < left && (ALL % SOME == 0 || group + (kAlong ? at.run : at.element) < ALL);
     };
@@ -64,7 +65,12 @@ struct MonarchRows {
         const bool here = has(at);
         copy_async<LOAD>(place(at), here ? first + at.from : x, here);
       });
-    else
+    else if constexpr (kEights) {
+      const auto there = [&](const auto& at) { return has(at) ? P - at.element : 0; };
+      Runs::template each<Eight, 4>(
+          SAMPLES, [&](const auto& at, Eight& x) { x.load(first + at.from, end, there(at)); },
+          [&](const auto& at, Eight& x) { x.put(place(at), first + at.from, there(at)); });
+    } else
       Runs::template each<Element, 16>(
           SAMPLES, [&](const auto& at, Element& x) { x = has(at) ? first[at.from] : Element{}; },
           [&](const auto& at, Element& x) { store_shared(place(at), x); });

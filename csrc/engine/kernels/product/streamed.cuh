@@ -17,6 +17,7 @@
 //        COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and ROUND_Y (to what
 //        the matrix unit takes: x as it is read, y as it is stored)
 #pragma once
+#include "move/packed.cuh"
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
@@ -90,23 +91,25 @@ template <class Pass> struct Streamed {
     return (group * Q + row) * P;
   }
 
-  // How a block's threads copy ROWS rows of BK k's, TILE rows for each group: thread t takes k's from `k` on of the rows
+  // How a block's threads copy ROWS rows of BK k's, TILE rows for each group: thread t takes EACH k's from `k` on of the rows
   // row(i). Where rows and groups lie evenly in memory, a thread's rows lie constants behind its first.
-  template <int ROWS, int TILE, int BYTES, bool EVEN, i64 ROW_STEP, i64 GROUP_STEP> struct Rows {
-    static constexpr int kEach = BYTES / kSize, kRow = BK / kEach, kTogether = kThreads / kRow;
+  template <int ROWS, int TILE, int EACH, bool EVEN, i64 ROW_STEP, i64 GROUP_STEP> struct Rows {
+    static constexpr int kRow = BK / EACH, kTogether = kThreads / kRow;
     static constexpr int kCount = ceil_div(ROWS, kTogether);
     static constexpr bool kEven = EVEN && (WG == 1 || TILE % kTogether == 0 || kTogether % TILE == 0);
     static_assert(kThreads % kRow == 0 && kCount <= 32, "threads of a block take whole rows");
-    static DEVICE int k() { return threadIdx.x % kRow * kEach; }
+    static DEVICE int k() { return threadIdx.x % kRow * EACH; }
     static DEVICE int row(int i) { return threadIdx.x / kRow + i * kTogether; }
     static DEVICE bool is_whole(int i) { return (i + 1) * kTogether <= ROWS || row(i) < ROWS; }
     static constexpr i64 behind(int i) { return i * kTogether % TILE * ROW_STEP + i * kTogether / TILE * GROUP_STEP; }
   };
   using Offset = typename Index<(i64(Q) * P * WG > 1 << 30)>::type;
   static constexpr bool kInOrder = Pass::GROUPS == 1 || Pass::NEXT == 1 || Pass::NEXT == FAST;  // groups of x and weights
-  using Weights = Rows<kByRows ? WG * BN : BM, kByRows ? BN : BM, Pass::COPY_W,
+  // Of k's that lie together, accesses of 2 bytes would be too many: eight of them come as words.
+  static constexpr bool kEightsX = Pass::COPY_X == 2 && Pass::X_STEP == 1, kEightsW = Pass::COPY_W == 2;
+  using Weights = Rows<kByRows ? WG * BN : BM, kByRows ? BN : BM, kEightsW ? 8 : Pass::COPY_W / kSize,
                        kInOrder && (!kByRows || Pass::STEP_B == 1 || Pass::B == 1), P, i64(Q) * P>;
-  using States = Rows<WG * BM, BM, kByRows ? Pass::COPY_X : kSize * BK / 8,
+  using States = Rows<WG * BM, BM, !kByRows ? BK / 8 : kEightsX ? 8 : Pass::COPY_X / kSize,
                       kInOrder && Pass::X_STEP == 1 && (Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P),
                       Pass::OUTER == 1 ? Pass::X_SAMPLE : P, P>;
 
@@ -167,7 +170,7 @@ template <class Pass> struct Streamed {
       const i64 behind = at.k + i64(at.term) * (Pass::GROUPS > 1 ? 0 : i64(Q) * P) + i64(at.step) * WG * (i64(Q) * P);
       const bool inside = P % BK == 0 || at.k + Weights::k() < P;
       const u32 shared = to + (kByRows ? kLeftBytes : 0);
-      copy_pieces<Pass::COPY_W, Weights::kCount>(wanted, [&](int i) {
+      copy_pieces<Pass::COPY_W, kEightsW, Weights::kCount>(wanted, P - at.k - Weights::k(), [&](int i) {
         const int r = Weights::row(i);
         bool here = inside && from.has_weight >> i & 1;
         if (kByRows && last) here = here && fast + at.step * WG + r / BN < FAST;
@@ -185,7 +188,7 @@ template <class Pass> struct Streamed {
     if constexpr (kByRows) {
       const i64 behind = at.k + i64(at.term) * Pass::X_TERM + i64(at.step) * WG * P;
       const bool inside = P % BK == 0 || at.k + States::k() < P;
-      copy_pieces<Pass::COPY_X, States::kCount>(wanted, [&](int i) {
+      copy_pieces<Pass::COPY_X, kEightsX, States::kCount>(wanted, P - at.k - States::k(), [&](int i) {
         const int r = States::row(i);
         bool here = inside && from.has_x >> i & 1;
         if (last) here = here && fast + at.step * WG + r / BM < FAST;
@@ -198,7 +201,7 @@ template <class Pass> struct Streamed {
     } else {
       const Element* x = from.x + i64(at.k) * Pass::INNER + i64(at.term) * Pass::X_TERM;
       const u32 shared = to + kLeftBytes + thread % kColumnRow * Pass::COPY_X;
-      copy_pieces<Pass::COPY_X, ceil_div(BK, kColumnTogether)>(wanted, [&](int i) {
+      copy_pieces<Pass::COPY_X, false, ceil_div(BK, kColumnTogether)>(wanted, 0, [&](int i) {
         const int l = i * kColumnTogether + thread / kColumnRow;
         // Where a lane takes k = t, t + 4 of the right operand, they are to be the k's that it has of the left.
         const int place = kMatrices ? l : l / 8 * 8 + l % 8 / 2 + l % 2 * 4;
@@ -215,9 +218,26 @@ template <class Pass> struct Streamed {
     const Element* from;
     bool here, whole;
   };
-  // Those of 2 bytes go through registers, and the loads of several are on their way together.
-  template <int BYTES, int COUNT, class At> static DEVICE void copy_pieces(bool wanted, At at) {
-    if constexpr (BYTES >= 4) {
+  // Those of 2 bytes go through registers, and the loads of several are on their way together; EIGHTS of them, of which
+  // `left` are there.
+  template <int BYTES, bool EIGHTS, int COUNT, class At> static DEVICE void copy_pieces(bool wanted, int left, At at) {
+    if constexpr (EIGHTS) {
+      constexpr int kAtOnce = COUNT < 4 ? COUNT : 4;
+      if (!wanted) return;
+      UNROLL for (int first = 0; first < COUNT; first += kAtOnce) {
+        Eight x[kAtOnce];
+        UNROLL for (int i = 0; i < kAtOnce; ++i)
+          if (first + i < COUNT) {
+            const Piece piece = at(first + i);
+            x[i].load(piece.from, piece.from + left, piece.whole && piece.here ? left : 0);
+          }
+        UNROLL for (int i = 0; i < kAtOnce; ++i)
+          if (first + i < COUNT) {
+            const Piece piece = at(first + i);
+            if (piece.whole) x[i].put(piece.to, piece.from, piece.here ? left : 0);
+          }
+      }
+    } else if constexpr (BYTES >= 4) {
       UNROLL for (int i = 0; i < COUNT; ++i) {
         const Piece piece = at(i);
         if (!piece.whole) break;
