@@ -110,10 +110,10 @@ def sentences(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _auto(rows: Sequence[SweepRow], of_pass: str) -> Iterator[str]:
-    found = {row.index: row.auto_over_batched(of_pass) for row in rows}
-    spread = Spread.of(found.values())
+    found = [row.auto_over_batched(of_pass) for row in rows]
+    spread = Spread.of(found)
     if spread:
-        slower, behind = (share(found.values(), lambda speed: speed < least) for least in (1.0, BEHIND))  # noqa: B023
+        slower, behind = (share(found, lambda speed: speed < least) for least in (1.0, BEHIND))  # noqa: B023
         worst = min((row for row in rows if row.auto_over_batched(of_pass)), key=lambda row: _speed(row, of_pass))
         yield (
             f"auto over batched, {PASS_NAMES[of_pass]}: {slower:.0%} of {spread.count} rows slower, {behind:.0%} below "

@@ -463,6 +463,7 @@ def test_report_writes_sweeps_of_a_machine_together(tmp_path: Path) -> None:
     assert written.exit_code == 0, written.output
     text = page.read_text()
     assert "4 rows of the seeds 1, 2." in text
+    assert "auto over batched, fwd: 0% of 4 rows slower" in text
     assert "| kronecker, float32 | fwd | 2 | 1.000 |" in text
     assert "](results/sweeps/a-cpu-1-threads.svg)" in text
     assert (folder / "sweeps" / "a-cpu-1-threads.svg").exists()
