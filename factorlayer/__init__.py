@@ -1,5 +1,6 @@
 """Structured linear layers (Kronecker, Monarch) and MLP blocks for PyTorch, run as chains that stay on chip."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import factorlayer.autograd.stack_ops  # noqa: F401 (its import tells PyTorch what it has to know of the ops)
@@ -22,24 +23,37 @@ __all__ = [
     "FactorMLP",
     "Implementation",
     "Structure",
+    "convert",
     "export_choices",
     "factor_linear",
     "fuse",
     "import_choices",
+    "load_dense",
+    "param_groups",
+    "report",
+    "restore",
+    "suggest",
     "tune",
 ]
+
+OF_MODELS = {"convert": "convert", "restore": "convert", "load_dense": "convert"}  # each with its module
+OF_MODELS |= {"param_groups": "groups", "report": "report", "suggest": "suggest"}
 
 if TYPE_CHECKING:
     from factorlayer.fusion import fuse
     from factorlayer.mlp import FactorMLP
+    from factorlayer.models.convert import convert, load_dense, restore
+    from factorlayer.models.groups import param_groups
+    from factorlayer.models.report import report
+    from factorlayer.models.suggest import suggest
     from factorlayer.recurrent import FactorGRU, FactorGRUCell
     from factorlayer.stacks.tuning import tune
     from factorlayer.tuning.kept import export_choices, import_choices
 
 
 def __getattr__(name: str) -> Any:
-    """Blocks, recurrent layers and tuning, whose modules are imported when they are needed: it takes as long as all the
-    rest."""
+    """Blocks, recurrent layers, whole models and tuning, whose modules are imported when they are needed: it takes as
+    long as all the rest."""
     if name == "FactorMLP":
         from factorlayer.mlp import FactorMLP
 
@@ -56,6 +70,8 @@ def __getattr__(name: str) -> Any:
         from factorlayer.stacks.tuning import tune
 
         return tune
+    if name in OF_MODELS:
+        return getattr(importlib.import_module(f"factorlayer.models.{OF_MODELS[name]}"), name)
     if name in ("export_choices", "import_choices"):
         from factorlayer.tuning import kept
 

@@ -30,7 +30,7 @@ FLOORS = (
     ("recurrences",),
     ("stacks",),
     ("mlp.py", "recurrent.py"),
-    ("fusion.py",),
+    ("fusion.py", "models"),
     ("__init__.py",),
     ("cli",),
 )

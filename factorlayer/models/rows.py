@@ -1,0 +1,47 @@
+"""How many samples each layer of a model gets: as many as are said, or as an example of its arguments brings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def rows_of(model: nn.Module, layers: Iterable[nn.Module], batch: int | Example, who: str) -> dict[int, int]:
+    """By the id of the layer. With an example the model is called once, in eval mode and without gradients."""
+    ids = [id(layer) for layer in layers]
+    if isinstance(batch, int) and not isinstance(batch, bool):
+        if batch < 1:
+            raise ValueError(f"{who}: batch should be a positive number of samples, it is {batch}")
+        return dict.fromkeys(ids, batch)
+    if not isinstance(batch, Tensor | tuple | Mapping):
+        raise TypeError(
+            f"{who}: batch should be a number of samples, or an example: a tensor, a tuple of the model's arguments or "
+            f"a dict of them by name; it is {type(batch).__name__}"
+        )
+    found = dict.fromkeys(ids, 0)
+
+    def record(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if id(module) in found and given and isinstance(given[0], Tensor):
+            found[id(module)] += math.prod(given[0].shape[:-1])
+
+    modes = [(part, part.training) for part in model.modules()]
+    hook = register_module_forward_pre_hook(record)
+    try:
+        model.eval()
+        with torch.no_grad():
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                model(*(batch if isinstance(batch, tuple) else (batch,)))
+    finally:
+        hook.remove()
+        for part, mode in modes:
+            part.training = mode
+    return found

@@ -1,0 +1,81 @@
+"""What a layer is predicted to take on a GPU, dense or structured; a GPU need not be there.
+
+A dense layer is PyTorch's own product. Of a structured one it is what auto runs: the fused kernels, or PyTorch's own
+operations where these are predicted to be faster.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from factorlayer.autograd.backward import LEAST_MIXED, runs
+from factorlayer.autograd.layer_ops import gpu_limits
+from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
+from factorlayer.device.gpu import LIMITS, Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.library import contracted_us, multiplied_us
+from factorlayer.plan.plan import PlanError
+from factorlayer.plan.planner import has_plan, has_plan_of_few, plan_of
+from factorlayer.tuning.predicted import MARGIN
+
+PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def gpu_for(device: torch.device, arch: int | None, who: str) -> Gpu | None:
+    """The GPU that predictions are for: of the compute capability asked for, or the model's own; None of a CPU's."""
+    if arch is not None:
+        if arch not in LIMITS:
+            raise ValueError(f"{who}: arch should be one of {', '.join(map(str, LIMITS))}, it is {arch!r}")
+        return Gpu.of(arch)
+    return Gpu(*gpu_limits(device.index or 0)) if device.type == "cuda" else None
+
+
+def dense_spec(in_features: int, out_features: int) -> LayerSpec:
+    """A dense layer is a Kronecker product of one factor."""
+    return LayerSpec("kronecker", (in_features,), (out_features,))
+
+
+def layer_us(spec: LayerSpec, bias: bool, dtype: torch.dtype, samples: int, gpu: Gpu, training: bool) -> float | None:
+    """Microseconds of a forward pass, or of training: forward and all gradients. None of a dtype that no GPU's table
+    has, or of no samples."""
+    if dtype not in PREDICTED or not samples:
+        return None
+    tf32 = dtype == torch.float32 and tf32_allowed()
+    return _us(spec, bias, dtype_name(dtype), tf32, samples, gpu, training)
+
+
+@functools.lru_cache(4096)
+def _us(spec: LayerSpec, bias: bool, dtype: str, tf32: bool, samples: int, gpu: Gpu, training: bool) -> float:
+    chain = Chain.of(spec, bias, "identity")
+    asked = chain, "tf32" if tf32 else dtype, samples, gpu, training
+    library = min(contracted_us(*asked), multiplied_us(*asked))
+    if chain.is_dense:
+        return library
+    fused = _fused_us(chain.tf32_text if tf32 else chain.text, dtype, samples, gpu, training)
+    return library if library * MARGIN < fused else fused
+
+
+def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> float:
+    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory
+    asked = [(text, samples)]
+    if training:
+        has = has_plan_of_few if samples < LEAST_MIXED else has_plan
+
+        def us_of(batch: int) -> Callable[[str], float]:
+            return lambda text: _plan_us(text, batch, dtype, gpu)
+
+        asked += runs(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
+    return sum(_plan_us(*each, dtype, gpu) for each in asked)
+
+
+@functools.lru_cache(4096)
+def _plan_us(text: str, samples: int, dtype: str, gpu: Gpu) -> float:
+    try:
+        return sum(each.us_of(samples) for each in plan_of(text, dtype, class_of_batch(samples), gpu).passes)
+    except PlanError:
+        return math.inf
