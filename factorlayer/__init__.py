@@ -28,20 +28,24 @@ __all__ = [
     "factor_linear",
     "fuse",
     "import_choices",
+    "load_converted",
     "load_dense",
     "param_groups",
     "report",
     "restore",
+    "save_converted",
     "suggest",
     "tune",
 ]
 
 OF_MODELS = {"convert": "convert", "restore": "convert", "load_dense": "convert"}  # each with its module
+OF_MODELS |= {"load_converted": "checkpoints", "save_converted": "checkpoints"}
 OF_MODELS |= {"param_groups": "groups", "report": "report", "suggest": "suggest"}
 
 if TYPE_CHECKING:
     from factorlayer.fusion import fuse
     from factorlayer.mlp import FactorMLP
+    from factorlayer.models.checkpoints import load_converted, save_converted
     from factorlayer.models.convert import convert, load_dense, restore
     from factorlayer.models.groups import param_groups
     from factorlayer.models.report import report

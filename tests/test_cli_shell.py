@@ -119,11 +119,11 @@ def completed(line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("factorlayer ", ["check", "profile", "bench", "tune", "cache"]),
+        ("factorlayer ", ["check", "profile", "bench", "tune", "convert", "report", "cache"]),
         ("factorlayer 16 ", ["check", "profile", "bench", "tune"]),
         ("factorlayer 16 32 20x36 ", ["check", "profile", "bench", "tune"]),
         ("factorlayer --dtype d 16 32 ch", ["check"]),
-        ("factorlayer c", ["check", "cache"]),
+        ("factorlayer c", ["check", "convert", "cache"]),
         ("factorlayer cache ", ["list", "verify", "clear", "limit"]),
         ("factorlayer 16 32 check ", []),
         ("factorlayer --dtype ", ["f", "d", "h", "b"]),

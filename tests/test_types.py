@@ -21,7 +21,7 @@ CHECKERS = {
 
 
 PAGES = {"readme.py": ROOT / "README.md"}  # those whose programs stand on their own, by the file they become
-PAGES |= {f"of_{name}.py": ROOT / "docs" / f"{name}.md" for name in ("layers", "blocks")}
+PAGES |= {f"of_{name}.py": ROOT / "docs" / f"{name}.md" for name in ("layers", "blocks", "models")}
 
 
 def program(page: Path) -> str:

@@ -1,5 +1,5 @@
-"""The command line: check, profile, bench and tune a layer, a block or a model, and the cache. test.py and the entry
-point call main().
+"""The command line: check, profile, bench and tune a layer, a block or a model, convert and report a model, and the
+cache. test.py and the entry point call main().
 
 python test.py [OPTIONS] BATCH FACTOR... check | profile | bench | tune
 """
@@ -44,6 +44,8 @@ app = typer.Typer(
         f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
         f"Example: {PROGRAM} --rnn 16 1024 32 32 bench\n\n"
         f"Example: {PROGRAM} --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
+        f"Example: {PROGRAM} convert --model nets.py:make_model --map '*.mlp.*=monarch,blocks=4' --output y.safetensors"
+        "\n\n"
         f"Example: {PROGRAM} cache list\n\n"
         "Options may stand anywhere; `check --help` and so on list them."
         + ("" if PROGRAM == INSTALLED else f" Installed, this is `{INSTALLED}`.")
@@ -236,6 +238,113 @@ def tune(
         configuration = {} if case is None else {"configuration": case.configuration()}
         typer.echo(json.dumps({"command": "tune", **configuration, **found}, allow_nan=False))
     raise typer.Exit(INTERRUPTED if found.get("interrupted") else 0)
+
+
+OfModel = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="FILE.py:FUNCTION", help="The function makes the model, an nn.Module.", show_default=False
+    ),
+]
+OfCheckpoint = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint", metavar="FILE", dir_okay=False, help="The model's state_dict, or a converted model's."
+    ),
+]
+OfMap = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="PATTERN=STRUCTURE,…",
+        help="Which layers become what: '*.mlp.*=monarch,blocks=4,rank=8', '*.c_fc=kronecker,24x48,32x64,rank=2', "
+        "'lm_head=none', or a JSON file. May be given several times; the first that selects a layer counts.",
+    ),
+]
+OfBudget = Annotated[
+    float | None,
+    typer.Option(
+        "--budget", help="Instead of --map: the parameters that the model may keep, a share below 1, or how many."
+    ),
+]
+OfDevice = Annotated[
+    str | None, typer.Option("--device", help="Where the model is moved: cpu, cuda …; by default it stays.")
+]
+
+
+@app.command(
+    cls=Command,
+    epilog=f"Example: {PROGRAM} convert --model nets.py:make_model --map '*.mlp.*=monarch,blocks=4' --output "
+    "y.safetensors",
+)
+def convert(
+    model: OfModel,
+    checkpoint: OfCheckpoint = None,
+    map: OfMap = None,
+    budget: OfBudget = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Draw weights anew, instead of projecting the model's own.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.safetensors", dir_okay=False, help="Where the converted model goes; without, a dry run."
+        ),
+    ] = None,
+    device: OfDevice = None,
+    as_json: AsJson = False,
+) -> None:
+    """Swap a model's dense layers for structured ones, and write what comes of it."""
+    from factorlayer.cli import whole
+
+    if (map is None) == (budget is None):
+        refuse("--map", "say which layers become what by --map, or give --budget, and not both")
+    if output is not None:
+        whole.require_output(output)
+    mapping = whole.mapping_of(map or ())
+    made = whole.model_of(model, checkpoint, device)
+    done = whole.converted(made, mapping, budget, fresh, output)
+    asked = {"model": model, "checkpoint": checkpoint and str(checkpoint), "output": output and str(output)}
+    whole.print_found("convert", done, asked, as_json)
+    typer.echo(f"The converted model is in {output}." if output else "Nothing was written: give --output.", err=as_json)
+
+
+@app.command(
+    cls=Command, epilog=f"Example: {PROGRAM} report --model nets.py:make_model --map '*.mlp.*=monarch,blocks=4'"
+)
+def report(
+    model: OfModel,
+    checkpoint: OfCheckpoint = None,
+    map: OfMap = None,
+    budget: OfBudget = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples each layer gets.")] = 1,
+    training: Annotated[bool, typer.Option("--training", help="Count gradients as well.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Also time the layers, on the model's device.")] = False,
+    arch: Annotated[
+        int | None,
+        typer.Option(metavar="80|86|89|90|100|120", help="Predict times for a GPU of this compute capability."),
+    ] = None,
+    device: OfDevice = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also draw it (needs matplotlib).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model's layers have and take, dense and structured: of a converted checkpoint, or of what --map would
+    do."""
+    from factorlayer.cli import whole
+
+    if map is not None and budget is not None:
+        refuse("--budget", "it proposes what --map says: give one of them")
+    if plot is not None:
+        require_plot(plot)
+    mapping = whole.mapping_of(map or ())
+    made = whole.model_of(model, checkpoint, device)
+    found = whole.reported(made, samples, mapping, budget, training, measure, arch)
+    whole.print_found("report", found, {"model": model, "checkpoint": checkpoint and str(checkpoint)}, as_json)
+    if plot is not None:
+        found.picture(plot)
+        typer.echo(f"The picture is in {plot}.", err=as_json)
 
 
 @app.command(cls=Command, epilog=f"Example: {PROGRAM} cache list")

@@ -94,7 +94,7 @@ class CommandAnywhere(TyperGroup):
         )
 
     def _with_a_case(self) -> list[Any]:
-        return [command for command in self.commands.values() if any(p.name == "batch" for p in command.params)]
+        return [command for command in self.commands.values() if takes_a_batch(command)]
 
     def _own_options(self) -> set[str]:
         return {name for p in self.params for name in p.opts}
@@ -109,6 +109,10 @@ class CommandAnywhere(TyperGroup):
                 yield i
 
 
+def takes_a_batch(command: Any) -> bool:
+    return any(parameter.name == "batch" for parameter in command.params)
+
+
 def complete_a_size(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """What may stand in the place of a BATCH or FACTOR while the line has no command: the commands."""
     if ctx.command.name != UNDECIDED or ctx.parent is None:
@@ -117,7 +121,7 @@ def complete_a_size(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]
     return [
         (name, command.get_short_help_str())
         for name, command in commands.items()
-        if name.startswith(incomplete) and (not ctx.params.get("batch") or name != "cache")
+        if name.startswith(incomplete) and (not ctx.params.get("batch") or takes_a_batch(command))
     ]
 
 

@@ -72,9 +72,9 @@ class Conversion:
         lines = table(rows, "lllrlr")
         would = "would become" if self.dry_run else "became"
         share = self.parameters_after / max(1, self.parameters_before)
+        layers = f"{len(self.changes)} layer{'s' * (len(self.changes) != 1)}"
         lines.append(
-            f"{len(self.changes)} layers; the model's {self.parameters_before} parameters {would} "
-            f"{self.parameters_after} ({share:.1%})"
+            f"{layers}; the model's {self.parameters_before} parameters {would} {self.parameters_after} ({share:.1%})"
         )
         lines += [f"left as it is: {each}" for each in self.left]
         return "\n".join(lines)

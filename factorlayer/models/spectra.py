@@ -14,6 +14,8 @@ from torch import Tensor
 from factorlayer.maths.project import in_double
 from factorlayer.maths.spec import LayerSpec
 
+NOISE = 1e-14  # of a sum of squares, what is left of it by rounding in float64
+
 
 def squares_left(spec: LayerSpec, dense: Tensor) -> list[float]:
     """‖W - W'‖² / ‖W‖² of the layer with rank 1, 2, … in the place of the spec's own."""
@@ -22,8 +24,9 @@ def squares_left(spec: LayerSpec, dense: Tensor) -> list[float]:
     matrices = W.permute(0, 2, 1, 3).reshape(Q * P, q * p) if spec.tied else W.permute(1, 2, 0, 3)
     squares = _squared_singular_values(matrices).reshape(-1, min(matrices.shape[-2:])).sum(0)
     whole = squares.sum()
-    left = (whole - squares.cumsum(0)).clamp(min=0)
-    return (left / whole if whole else left).tolist()
+    left = whole - squares.cumsum(0)
+    shares = left / whole if whole else left
+    return shares.where(shares > NOISE, 0).tolist()
 
 
 def _squared_singular_values(matrices: Tensor) -> Tensor:
@@ -34,14 +37,16 @@ def _squared_singular_values(matrices: Tensor) -> Tensor:
     return squares
 
 
-def ranks(spec: LayerSpec, dense_parameters: int) -> list[LayerSpec]:
-    """The same layer with rank 1, 2, 3, 4, 6, 8, 12, …: as long as it has fewer parameters than the dense one."""
+def ranks(spec: LayerSpec) -> list[LayerSpec]:
+    """The same layer with rank 1, 2, 3, 4, 6, 8, 12, …: those that have fewer parameters than the dense one, and fewer
+    FLOPs."""
+    dense = spec.in_features * spec.out_features
     found: list[LayerSpec] = []
     power = 1
     while power <= spec.max_rank:
         for rank in (power, power * 3 // 2) if power > 1 else (1,):
-            each = replace(spec, rank=rank) if rank <= spec.max_rank else None
-            if each is not None and each.parameter_count < dense_parameters:
+            each = replace(spec, rank=min(rank, spec.max_rank))
+            if max(each.parameter_count, each.multiply_adds()) < dense and each not in found:
                 found.append(each)
         power *= 2
     return found

@@ -1,9 +1,9 @@
 """suggest: structures for a model's layers under a budget, those whose matrices are nearest to the layers' own.
 
-Of each layer, Kronecker products of two balanced factors and Monarch matrices of K = L blocks are asked, of all ranks,
-what they leave and what they take. Then the layers' errors, ‖W - W'‖² / ‖W‖², are added up, and what all layers take;
-from the smallest structure of each, the step is taken again and again that lessens the error most for what it adds, of
-those on each layer's convex hull, until none fits the budget any more.
+Of each layer, Kronecker products of two balanced factors and Monarch matrices of K = L blocks are asked what they leave
+and what they take, with all ranks that have fewer parameters and fewer FLOPs than the dense layer. The layers' errors,
+‖W - W'‖² / ‖W‖², are added up, and what they take: from the smallest structure of each, the step is taken again and
+again that lessens the error most for what it adds, of those on each layer's convex hull, until none fits the budget.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _ways(chosen: Chosen, structures: Sequence[str], takes: Takes) -> list[Candi
     found = [Candidate(None, takes(module, dense_spec(in_features, out_features)), 0.0)]
     for spec in _shapes(in_features, out_features, structures):
         left = squares_left(spec, matrix)
-        found += [Candidate(e, takes(module, e), left[e.rank - 1]) for e in ranks(spec, matrix.numel())]
+        found += [Candidate(e, takes(module, e), left[e.rank - 1]) for e in ranks(spec)]
     return found
 
 

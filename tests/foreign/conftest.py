@@ -1,5 +1,5 @@
-"""Tests of other packages, with factorlayer in the place of their products; each is skipped where its package is not
-installed: `pip install "factorlayer[foreign]"`."""
+"""Tests of other packages, with factorlayer in the place of their products, and of their models, converted; each is
+skipped where its package is not installed: `pip install "factorlayer[foreign]"`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""Converted models as safetensors files, which say what convert did: so that one call makes such a model again.
+
+Weights that a model has under several names are written once, under the first, as safetensors demands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from factorlayer.models.convert import convert
+from factorlayer.models.dense import converted
+from factorlayer.models.record import Conversion
+from factorlayer.models.selection import check_model, settings_of
+
+KEY = "factorlayer.convert"  # of the file's metadata: the mapping, as JSON
+MISSING = "needs safetensors, which is not installed: pip install safetensors"
+
+
+def mapping_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What convert has made of a model's layers, by name."""
+    return {place.name: settings_of(layer.spec, layer.implementation) for place, layer, _ in converted(model)}
+
+
+def save_converted(model: nn.Module, path: str | Path) -> None:
+    """Writes a model's state_dict as safetensors, with what load_converted needs."""
+    check_model(model, "save_converted")
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(f"save_converted {MISSING}") from error
+    first = {names[0] for names in _names(model)}
+    state = {name: value.contiguous() for name, value in model.state_dict().items() if name in first}
+    save_file(state, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+
+
+def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
+    """Converts a dense model as a file of save_converted says, and loads it. A file of another model's is loaded as it
+    is: then there was nothing to convert, which None says."""
+    check_model(model, "load_converted")
+    state, mapping = read(path)
+    done = convert(model, mapping, initialize="fresh") if mapping else None
+    model.load_state_dict(completed(model, state))
+    return done
+
+
+def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a safetensors file, and what convert did."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError(f"load_converted {MISSING}") from error
+    with safe_open(path, framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        found = json.loads((file.metadata() or {}).get(KEY, "{}"))
+    return state, found
+
+
+def completed(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """With weights under all the names that the model has for them."""
+    found = dict(state)
+    for names in _names(model):
+        given = [name for name in names if name in state]
+        found |= {name: state[given[0]] for name in names if given and name not in state}
+    return found
+
+
+def _names(model: nn.Module) -> list[list[str]]:
+    """The names of a state_dict, those of one tensor together."""
+    groups: dict[object, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(value) if isinstance(value, nn.Parameter) else name, []).append(name)
+    return list(groups.values())

@@ -1,0 +1,81 @@
+"""save_converted and load_converted: files that say what convert did."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformer import Conv1D, Transformer, tokens, turned
+
+from factorlayer import FactorLinear, convert, load_converted, restore, save_converted
+
+__all__ = ["turned"]  # a fixture
+MAPPING = {"*.mlp.c_fc": dict(structure="monarch", blocks=4, rank=2), "*.mlp.*": dict(rank=2, implementation="batched")}
+
+
+def model(dense: type[nn.Module] = nn.Linear, seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(dense)
+
+
+@pytest.mark.parametrize("dense", [nn.Linear, Conv1D], ids=["Linear", "Conv1D"])
+def test_a_file_makes_the_model_again(dense: type[nn.Module], tmp_path: Path, turned: object) -> None:
+    first, second = model(dense), model(dense, seed=1)
+    done = convert(first, MAPPING)
+    save_converted(first, tmp_path / "y.safetensors")
+    again = load_converted(second, tmp_path / "y.safetensors")
+    assert again.mapping == done.mapping
+    assert torch.equal(second(tokens()), first(tokens()))
+    assert second.lm_head.weight is second.wte.weight
+    assert second.h[0].mlp["c_proj"].implementation == "batched"
+    with safe_open(tmp_path / "y.safetensors", framework="pt") as file:
+        names = set(file.keys())
+    assert "wte.weight" in names and "lm_head.weight" not in names  # once
+
+
+def test_a_file_of_the_dense_model_is_loaded_as_it_is(tmp_path: Path) -> None:
+    first, second = model(), model(seed=1)
+    save_converted(first, tmp_path / "dense.safetensors")
+    assert load_converted(second, tmp_path / "dense.safetensors") is None
+    assert torch.equal(second(tokens()), first(tokens()))
+    state = {name: value.clone() for name, value in model(seed=2).state_dict().items()}
+    save_file(state, tmp_path / "theirs.safetensors")  # without metadata
+    assert load_converted(second, tmp_path / "theirs.safetensors") is None
+    assert torch.equal(second(tokens()), model(seed=2)(tokens()))
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    first = model()
+    convert(first, MAPPING)
+    save_converted(first, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match=r"convert: 'h\.0\.mlp\.c_fc' selects no layer"):
+        load_converted(nn.Sequential(nn.Linear(4, 4)), tmp_path / "y.safetensors")
+    restore(first)
+    save_converted(first, tmp_path / "dense.safetensors")
+    other = model()
+    convert(other, MAPPING)
+    with pytest.raises(RuntimeError, match="load_dense"):
+        load_converted(other, tmp_path / "dense.safetensors")
+    assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
+
+
+def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *given: Any, **named: Any) -> Any:
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return real(name, *given, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for call in (save_converted, load_converted):
+        with pytest.raises(
+            ImportError, match=f"{call.__name__} needs safetensors, which is not installed: pip install"
+        ):
+            call(model(), tmp_path / "y.safetensors")
