@@ -225,6 +225,12 @@ def test_conv1d_is_unknown_where_transformers_are_not_imported() -> None:
         convert(model(Conv1D), {"h.0.mlp.c_fc": MONARCH})
 
 
+def test_a_name_is_no_pattern() -> None:
+    part = nn.ModuleDict({"[a]": nn.Linear(8, 8), "a": nn.Linear(8, 8), "*": nn.Linear(8, 8)})
+    done = convert(part, {"[a]": MONARCH, "*": MONARCH})
+    assert [change.name for change in done.changes] == ["[a]", "*"]
+
+
 def test_a_layer_in_two_places_stays_one() -> None:
     shared = nn.Linear(8, 8).double()
     part = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.Tanh()), "c": nn.Linear(8, 8).double()})
@@ -339,10 +345,26 @@ def test_blocks_and_fused_models_keep_their_layers() -> None:
     holder = nn.ModuleDict({"block": FactorMLP([8, 8, 8]), "fused": fuse(part), "alone": nn.Linear(8, 8)})
     done = convert(holder, {"*": MONARCH})
     assert [change.name for change in done.changes] == ["alone"]
-    assert {each.why.split(" runs")[0] for each in done.left} == {"FactorMLP", "Fused"}
+    whys = {f"{kind} runs it as part of a stack: convert the model first" for kind in ("FactorMLP", "Fused")}
+    assert {each.why for each in done.left} == whys
     convert(part, {"*": MONARCH})
-    with pytest.raises(ValueError, match=r"restore: Fused runs fused\.0 as part of a stack: restore the model"):
+    with pytest.raises(ValueError, match=r"restore: fused\.0 cannot be restored: Fused runs it as part"):
         restore(nn.ModuleDict({"fused": fuse(part)}))
+
+
+class Adapter(nn.Module):
+    """As PEFT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.lora_A = nn.Linear(8, 8), nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+
+
+def test_adapters_keep_their_layers() -> None:
+    done = convert(nn.ModuleDict({"a": Adapter(), "b": nn.Linear(8, 8)}), {"*": MONARCH})
+    assert [change.name for change in done.changes] == ["b"]
+    assert [each.name for each in done.left] == ["a.base_layer", "a.lora_A.default"]
+    assert {each.why.split(",")[0] for each in done.left} == {"Adapter adapts a layer"}
 
 
 # hooks
@@ -577,7 +599,8 @@ def test_pytorchs_encoder_no_longer_reads_weights(mask: Tensor | None) -> None:
         (
             {"*.c_fc": dict(structure="monarch", blocks=5)},
             r"h\.0\.mlp\.c_fc \(Linear 24 -> 96\): blocks should divide the features: K=5 does not divide "
-            r"in_features=24; divisors near it are 4, 6, 8|divisors near it are 3, 4, 6",
+            r"in_features=24; divisors near it are 3, 4, 6; "
+            r"{'h\.0\.mlp\.c_fc': None} in front leaves this layer",
         ),
         ({"*.c_fc": dict(factors=((5, 5), (8, 12)))}, r"factors should multiply up to in_features=24; 5·5 is 25"),
         ({"*.c_fc": dict(rank=1000)}, r"h\.0\.mlp\.c_fc .*rank should be at most"),
@@ -589,6 +612,15 @@ def test_pytorchs_encoder_no_longer_reads_weights(mask: Tensor | None) -> None:
 def test_mappings_that_mean_nothing(mapping: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"convert: .*({words})"):
         convert(model(), mapping)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers(value: float) -> None:
+    plain = model()
+    plain.h[1].mlp["c_fc"].weight.data[0, 0] = value
+    with pytest.raises(ValueError, match=r"convert: h\.1\.mlp\.c_fc .* has weights that are infinite or no numbers"):
+        convert(plain, {"h.*": MONARCH})
+    assert not any(isinstance(part, FactorLinear) for part in plain.modules())
 
 
 def test_other_arguments_that_mean_nothing() -> None:

@@ -109,5 +109,17 @@ def test_translate(tmp_path: Path) -> None:
     assert factored < dense and (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_shrink(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    arguments = "--width 128 --epochs 8 --further 3 --budget 0.5 --budget 0.2 --rate 0.003"
+    found = run("shrink", f"{arguments} --picture {tmp_path}/s.png")
+    rows = re.findall(r"^([\d.]+)% of .* projected ([\d.]+)%, 3 epochs later ([\d.]+)%", found, re.M)
+    shares, projected, later = zip(*[map(float, row) for row in rows], strict=True)
+    assert 40 < shares[0] <= 50 and 15 < shares[1] <= 20
+    assert min(later) > 90 and projected[0] > projected[1]
+    assert "the whole model: " in found and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_all_examples_are_run() -> None:
-    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson", "translate"]
+    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson", "shrink", "translate"]

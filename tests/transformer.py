@@ -73,6 +73,6 @@ def tokens(batch: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: nn.Module) -> Tensor:
-    given = tokens()
+def loss_of(model: nn.Module, device: str = "cpu") -> Tensor:
+    given = tokens().to(device)
     return cross_entropy(model(given)[:, :-1].flatten(0, 1), given[:, 1:].flatten())

@@ -23,8 +23,8 @@ from factorlayer.models.dense import (
     hand_over,
     hand_over_marks,
     in_words,
-    inside_stacks,
     matrix_of,
+    owned,
     weight_of,
 )
 from factorlayer.models.encoders import close, reopen
@@ -95,12 +95,12 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
     found = list(converted(model))
     if not found:
         raise ValueError(f"restore: convert has made no layer of this {type(model).__name__}")
-    stacks = inside_stacks(model)
+    owners = owned(model)
     for place, _, _ in found:
-        if id(place.module) in stacks:
+        if id(place.module) in owners:
             raise ValueError(
-                f"restore: {stacks[id(place.module)]} runs {place.name} as part of a stack: restore the model that "
-                "fuse was given, and fuse it again"
+                f"restore: {place.name} cannot be restored: {owners[id(place.module)]}; restore the model that it was "
+                "made of, such as fuse's, and make it again"
             )
     without = [place.name for place, _, origin in found if origin.weight is None]
     if weights == "kept" and without:

@@ -135,20 +135,26 @@ def _memory(parameter: Tensor) -> object:
     return (parameter.device, parameter.data_ptr()) if not parameter.is_meta and parameter.numel() else id(parameter)
 
 
-def inside_stacks(model: nn.Module) -> dict[int, str]:
-    """Of modules that are run as parts of a FactorMLP or of what fuse returned: by what."""
+def owned(model: nn.Module) -> dict[int, str]:
+    """Of modules that another one does more with than to call them: what that is."""
     found: dict[int, str] = {}
     for part in model.modules():
+        kind = type(part).__name__
         if isinstance(part, RunsAsStacks):
-            found |= {id(inner): type(part).__name__ for inner in part.modules()}
+            found |= dict.fromkeys(map(id, part.modules()), f"{kind} runs it as part of a stack")
+        elif ADAPTED in part._modules:
+            found |= dict.fromkeys(map(id, part.modules()), f"{kind} adapts a layer, whose weight it reads")
     return found
 
 
-def why_left(place: Place, sharing: Sharing, stacks: dict[int, str]) -> str | None:
+ADAPTED = "base_layer"  # PEFT's name for the layer that an adapter is put on
+
+
+def why_left(place: Place, sharing: Sharing, owners: dict[int, str]) -> str | None:
     """Why a layer that looks linear stays as it is, or None."""
     module = place.module
-    if id(module) in stacks:
-        return f"{stacks[id(module)]} runs it as part of a stack: convert the model before fuse, or build another block"
+    if id(module) in owners:
+        return f"{owners[id(module)]}: convert the model first"
     if not place.parents:
         return "it is the model itself, which nothing holds: FactorLinear.from_linear makes a layer of one nn.Linear"
     return _why_no_dense(module) or _why_not_alone(module) or _why_weight(module, sharing)

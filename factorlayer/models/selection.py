@@ -7,7 +7,7 @@ counts. Settings are FactorLinear's own, as a dict; None leaves a layer as it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,9 +21,9 @@ from factorlayer.models.dense import (
     Place,
     Sharing,
     in_words,
-    inside_stacks,
     looks_linear,
     matrix_of,
+    owned,
     places,
     why_left,
 )
@@ -72,14 +72,15 @@ def select(model: nn.Module, mapping: Mapping[Any, Settings | None], who: str) -
     """What a mapping means of a model. Errors speak for `who`."""
     check_model(model, who)
     rules = _rules(mapping, who)
-    sharing, stacks = Sharing(model), inside_stacks(model)
+    sharing, owners = Sharing(model), owned(model)
     layers = [place for place in places(model) if looks_linear(place.module)]
+    names = {name for place in layers for name in place.names}
     chosen: list[Chosen] = []
     left: list[Left] = []
     taken: dict[int, list[Place]] = {number: [] for number in range(len(rules))}
     selected = {number: 0 for number in taken}
     for place in layers:
-        numbers = [number for number, (selector, _) in enumerate(rules) if _selects(selector, place)]
+        numbers = [number for number, (selector, _) in enumerate(rules) if _selects(selector, place, names)]
         for number in numbers:
             selected[number] += 1
         if not numbers:
@@ -88,9 +89,12 @@ def select(model: nn.Module, mapping: Mapping[Any, Settings | None], who: str) -
         taken[numbers[0]].append(place)
         if settings is None:
             continue
-        why = why_left(place, sharing, stacks)
+        why = why_left(place, sharing, owners)
         if why is None:
-            chosen.append(_chosen(place, settings, who))
+            advice = (
+                "" if selector in place.names else f"; {{{place.name!r}: None}} in front leaves this layer as it is"
+            )
+            chosen.append(_chosen(place, settings, who, advice))
         elif selector in place.names:
             raise ValueError(f"{who}: {place.name} ({in_words(place.module)}) cannot be structured: {why}")
         else:
@@ -151,22 +155,26 @@ def _rules(mapping: Mapping[Any, Settings | None], who: str) -> list[tuple[Selec
     return list(mapping.items())
 
 
-def _selects(selector: Selector, place: Place) -> bool:
+def _selects(selector: Selector, place: Place, names: Collection[str]) -> bool:
+    """A layer's own name is no pattern, whatever is in it."""
     if isinstance(selector, str):
-        return any(name == selector or fnmatchcase(name, selector) for name in place.names)
+        return selector in place.names if selector in names else any(fnmatchcase(n, selector) for n in place.names)
     if isinstance(selector, type):
         return isinstance(place.module, selector)
     return any(selector(name, place.module) for name in place.names)
 
 
-def _chosen(place: Place, settings: Settings, who: str) -> Chosen:
-    out_features, in_features = matrix_of(place.module).shape
+def _chosen(place: Place, settings: Settings, who: str, advice: str) -> Chosen:
+    matrix = matrix_of(place.module)
+    if not matrix.is_meta and not matrix.isfinite().all():
+        raise ValueError(f"{who}: {place.name} ({in_words(place.module)}) has weights that are infinite or no numbers")
+    out_features, in_features = matrix.shape
     sizes = {name: value for name, value in settings.items() if name != "implementation"}
     try:
         implementation = implementation_name(settings.get("implementation", "auto"))
         return Chosen(place, resolve(in_features, out_features, **sizes), implementation)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{who}: {place.name} ({in_words(place.module)}): {error}") from None
+        raise type(error)(f"{who}: {place.name} ({in_words(place.module)}): {error}{advice}") from None
 
 
 def _no_layer(model: nn.Module, selector: Selector, layers: Sequence[Place]) -> str:
