@@ -170,3 +170,11 @@ def test_without_safetensors(nets: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         done = run("convert", *MODEL, "--map", MONARCH, option, "y.safetensors")
         assert done.exit_code == 2
         assert f"'{option}': y.safetensors needs safetensors, which is not installed: pip install" in words(done.stderr)
+
+
+def test_what_cannot_be_written(nets: Path) -> None:
+    (nets / "folder").mkdir()
+    (nets / "folder" / "y.safetensors").mkdir()
+    done = run("convert", *MODEL, "--map", MONARCH, "--output", "folder/y.safetensors")
+    assert done.exit_code == 2 and "'--output'" in words(done.stderr)
+    assert not list((nets / "folder" / "y.safetensors").iterdir())

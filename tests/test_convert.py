@@ -484,6 +484,17 @@ def test_load_dense_projects_what_is_dense(dense: type[nn.Module], turned: objec
         load_dense(plain, checkpoint)
 
 
+def test_load_dense_keeps_what_modules_have_written_of_themselves() -> None:
+    part = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    checkpoint, versions = part.state_dict(), []
+    convert(part, {"0": MONARCH})
+    part[1].register_load_state_dict_pre_hook(
+        lambda module, state, prefix, local, *_: versions.append(local["version"])
+    )
+    load_dense(part, checkpoint)
+    assert versions == [2]
+
+
 def test_a_converted_checkpoint_loads_into_a_converted_model() -> None:
     first, second = model(), Transformer().double()
     done = convert(first, {"*.mlp.*": MONARCH})

@@ -39,6 +39,25 @@ def test_a_file_makes_the_model_again(dense: type[nn.Module], tmp_path: Path, tu
     assert "wte.weight" in names and "lm_head.weight" not in names  # once
 
 
+def test_a_model_that_was_converted_so_is_loaded(tmp_path: Path) -> None:
+    first, second = model(), model(seed=1)
+    convert(first, MAPPING)
+    save_converted(first, tmp_path / "y.safetensors")
+    convert(second, {"h.0.mlp.*": None, **MAPPING})
+    again = load_converted(second, tmp_path / "y.safetensors")
+    assert [change.name for change in again.changes] == ["h.0.mlp.c_fc", "h.0.mlp.c_proj"]
+    assert load_converted(second, tmp_path / "y.safetensors") is None
+    assert torch.equal(second(tokens()), first(tokens()))
+
+
+def test_weights_in_the_same_memory_are_written_once(tmp_path: Path) -> None:
+    first, second = model(), model(seed=1)
+    first.lm_head.weight = nn.Parameter(first.wte.weight.data)
+    save_converted(first, tmp_path / "y.safetensors")
+    load_converted(second, tmp_path / "y.safetensors")
+    assert torch.equal(second(tokens()), first(tokens()))
+
+
 def test_a_file_of_the_dense_model_is_loaded_as_it_is(tmp_path: Path) -> None:
     first, second = model(), model(seed=1)
     save_converted(first, tmp_path / "dense.safetensors")
@@ -63,6 +82,17 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="load_dense"):
         load_converted(other, tmp_path / "dense.safetensors")
     assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000], ids=["no JSON", "a list", "deep"])
+def test_files_that_say_nothing(text: str, tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "y.safetensors", metadata={"factorlayer.convert": text})
+    with pytest.raises(
+        ValueError, match=r"load_converted: .*y\.safetensors should say as a JSON object what convert did"
+    ):
+        load_converted(nn.Sequential(nn.Linear(2, 2)), tmp_path / "y.safetensors")
+    with pytest.raises(OSError, match=r"save_converted: .*y\.safetensors cannot be written"):
+        save_converted(model(), tmp_path / "no" / "y.safetensors")
 
 
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def converted(
         try:
             save_converted(model, output)
         except OSError as error:
-            refuse("--output", f"{output} cannot be written: {error.strerror or error}")
+            refuse("--output", str(error))
     return done
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorlayer.models.convert import convert
-from factorlayer.models.dense import converted
+from factorlayer.models.dense import converted, memory_of
 from factorlayer.models.record import Conversion
 from factorlayer.models.selection import check_model, settings_of
 
@@ -30,20 +30,26 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
     """Writes a model's state_dict as safetensors, with what load_converted needs."""
     check_model(model, "save_converted")
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError(f"save_converted {MISSING}") from error
     first = {names[0] for names in _names(model)}
     state = {name: value.contiguous() for name, value in model.state_dict().items() if name in first}
-    save_file(state, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+    try:
+        save_file(state, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+    except SafetensorError as error:
+        raise OSError(f"save_converted: {path} cannot be written: {error}") from error
 
 
 def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
-    """Converts a dense model as a file of save_converted says, and loads it. A file of another model's is loaded as it
-    is: then there was nothing to convert, which None says."""
+    """Converts a model as a file of save_converted says, and loads it. None says that there was nothing to convert, as
+    with a file of the dense model, or where the model has been converted so already."""
     check_model(model, "load_converted")
     state, mapping = read(path)
-    done = convert(model, mapping, initialize="fresh") if mapping else None
+    present = mapping_of(model)
+    missing = {name: settings for name, settings in mapping.items() if name not in present}
+    done = convert(model, missing, initialize="fresh") if missing else None
     model.load_state_dict(completed(model, state))
     return done
 
@@ -56,7 +62,13 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ImportError(f"load_converted {MISSING}") from error
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        found = json.loads((file.metadata() or {}).get(KEY, "{}"))
+        text = (file.metadata() or {}).get(KEY, "{}")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"load_converted: {path} should say as a JSON object what convert did; it says {text[:40]!r}")
     return state, found
 
 
@@ -73,5 +85,6 @@ def _names(model: nn.Module) -> list[list[str]]:
     """The names of a state_dict, those of one tensor together."""
     groups: dict[object, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        groups.setdefault(id(value) if isinstance(value, nn.Parameter) else name, []).append(name)
+        key = (memory_of(value), value.shape) if isinstance(value, Tensor) and value.numel() else name
+        groups.setdefault(key, []).append(name)
     return list(groups.values())

@@ -5,6 +5,7 @@ All that is new is made first, and then swapped in: a call that fails has change
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -133,7 +134,9 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = T
     """Loads a checkpoint of the model before convert into what convert made of it: dense weights are projected, all
     else is loaded as it is."""
     check_model(model, "load_dense")
-    changes, state = [], dict(state_dict)
+    changes, state = [], OrderedDict(state_dict)
+    if hasattr(state_dict, "_metadata"):  # of nn.Module, by which modules know what wrote it
+        vars(state)["_metadata"] = state_dict._metadata
     for place, layer, origin in converted(model):
         weights: list[Tensor] | None = None
         for name in place.names:

@@ -121,14 +121,14 @@ class Sharing:
             for own_name, parameter in module._parameters.items():
                 if parameter is not None:
                     owner = id(module), f"{name}.{own_name}".lstrip(".")
-                    self._owners.setdefault(_memory(parameter), []).append(owner)
+                    self._owners.setdefault(memory_of(parameter), []).append(owner)
 
     def others(self, module: nn.Module, parameter: Tensor) -> list[str]:
         """The names that a parameter has in other modules."""
-        return [name for owner, name in self._owners.get(_memory(parameter), []) if owner != id(module)]
+        return [name for owner, name in self._owners.get(memory_of(parameter), []) if owner != id(module)]
 
 
-def _memory(parameter: Tensor) -> object:
+def memory_of(parameter: Tensor) -> object:
     """What is the same of two parameters that are one."""
     if is_lazy(parameter) or type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
         return id(parameter)
