@@ -78,7 +78,9 @@ def test_an_example_says_how_many_samples_layers_get() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.used(self.used(x))
 
-    assert [line.samples for line in report(Twice(), torch.zeros(3, 4)).lines] == [6, 0]
+    found = report(Twice(), torch.zeros(3, 4), measure=True, arch=90)
+    assert [line.samples for line in found.lines] == [6, 0]
+    assert found.lines[1].after.predicted_us == found.lines[1].after.measured_us == 0 < found.after.measured_us
 
 
 def test_errors_are_of_the_weights_as_they_are_where_the_first_were_kept() -> None:
@@ -166,6 +168,22 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         found.picture(tmp_path / "other.png")
 
 
+def test_a_layer_whose_time_nobody_predicts(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64))
+    found = report(part, 10, arch=90)
+    assert found.lines[0].after.predicted_us > 0 and found.lines[1].after.predicted_us is None
+    assert found.after.predicted_us is None and str(found).splitlines()[2].split()[-2:] == ["-", "-"]
+    found.picture(tmp_path / "r.png")
+
+
+def test_without_the_extension_nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorlayer.autograd.layer_ops.missing_extension", ImportError("no _C"))
+    assert report(model(), 10).after.predicted_us is None
+    with pytest.raises(ValueError, match="report: no time is predicted without the compiled extension: no _C"):
+        report(model(), 10, arch=90)
+
+
 def test_own_structured_layers_are_beside_dense_ones_of_their_sizes() -> None:
     found = report(nn.Sequential(FactorLinear(24, 96, **MONARCH), nn.Linear(96, 4, bias=False)), 10)
     assert [(line.before.parameters, line.after.parameters) for line in found.lines] == [(2400, 1056), (384, 384)]
@@ -175,6 +193,8 @@ def test_own_structured_layers_are_beside_dense_ones_of_their_sizes() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="report: Sequential has no linear layers"):
         report(nn.Sequential(nn.Tanh()))
+    with pytest.raises(TypeError, match="report: mapping should say which layers become what"):
+        report(model(), 1, {})
     with pytest.raises(TypeError, match="report: batch should be a number of samples, or an example"):
         report(model(), "tokens")
     with pytest.raises(ValueError, match="report: batch should be a positive number of samples, it is -1"):

@@ -97,11 +97,13 @@ class Costs:
             flops += chain.backward_flops(samples, True, [True] * len(spec.weight_shapes))
         size = torch.empty(0, dtype=side.dtype).element_size()
         us = layer_us(spec, side.bias, side.dtype, samples, self._gpu, training) if self._gpu else None
-        measured = self._measured_us(side, samples) if self._measure and samples else None
+        measured = self._measured_us(side, samples) if self._measure else None
         parameters = spec.parameter_count + side.bias * spec.out_features
         return Cost(parameters, flops, spec.elements_moved(samples) * size, us, measured)
 
     def _measured_us(self, side: Side, samples: int) -> float:
+        if not samples:
+            return 0.0
         layer = side.module()
         x = torch.randn(samples, side.spec.in_features, device=side.device, dtype=side.dtype)
 

@@ -34,9 +34,6 @@ class Line:
     structure: str | None  # in words; of a layer that stays dense None
     error: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Report:
@@ -50,15 +47,18 @@ class Report:
     doing: str  # inference or training
     where: str  # what predictions and measurements are of
 
+    def _column(self, name: str) -> list[Any]:
+        return [getattr(line.after, name) for line in self.lines]
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "lines": [line.to_json() for line in self.lines]}
+        return asdict(self)
 
     def json(self) -> str:
         return json.dumps(self.to_json(), allow_nan=False)
 
     def picture(self, path: str | Path) -> None:
         """Bars of what each layer has and takes, as an image (needs matplotlib)."""
-        columns = [(name, title) for name, title in COLUMNS.items() if _all_known(self, name)]
+        columns = [(name, title) for name, title in COLUMNS.items() if None not in self._column(name)]
         names = [line.name for line in self.lines]
         bars = {
             title: [(getattr(line.before, name), getattr(line.after, name)) for line in self.lines]
@@ -67,7 +67,7 @@ class Report:
         draw(names, bars, [line.error for line in self.lines], f"{len(names)} layers, {self.doing}{self.where}", path)
 
     def __str__(self) -> str:
-        columns = [name for name in COLUMNS if _all_known(self, name)]
+        columns = [name for name in COLUMNS if set(self._column(name)) != {None}]
         rows = [("layer", "structure", "samples", *(COLUMNS[name] for name in columns), "error")]
         for line in self.lines:
             numbers = (_before_and_after(line.before, line.after, name) for name in columns)
@@ -91,10 +91,6 @@ COLUMNS = {
     "predicted_us": "predicted us",
     "measured_us": "measured us",
 }
-
-
-def _all_known(report: Report, name: str) -> bool:
-    return any(getattr(line.after, name) is not None for line in report.lines)
 
 
 def _before_and_after(before: Cost, after: Cost, name: str) -> str:
@@ -133,7 +129,8 @@ def report(
         arch: the compute capability of a GPU that times are predicted for; by default the model's own, if it is on one.
     """
     check_model(model, "report")
-    chosen = {id(each.place.module): each for each in select(model, mapping, "report")[0]} if mapping else {}
+    selected = [] if mapping is None else select(model, mapping, "report")[0]
+    chosen = {id(each.place.module): each for each in selected}
     found = [place for place in places(model) if is_dense(place.module) or isinstance(place.module, FactorLinear)]
     if not found:
         raise ValueError(f"report: {type(model).__name__} has no linear layers")
@@ -145,7 +142,7 @@ def report(
     before = functools.reduce(Cost.__add__, [line.before for line in lines])
     after = functools.reduce(Cost.__add__, [line.after for line in lines])
     now, saved = count_of(model), before.parameters - after.parameters
-    before_whole, after_whole = (now, now - saved) if mapping else (now + saved, now)
+    before_whole, after_whole = (now + saved, now) if mapping is None else (now, now - saved)
     where = f"; predicted for a GPU of compute capability {gpu.arch / 10}" if gpu else ""
     where += f"; measured on {device}" if measure else ""
     doing = "training" if training else "inference"

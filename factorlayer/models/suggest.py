@@ -158,8 +158,6 @@ def _hull(ways: Sequence[Candidate]) -> list[Candidate]:
             continue
         while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-2], way):
             hull.pop()
-        if hull and hull[-1].takes == way.takes:
-            continue
         hull.append(way)
     return hull
 

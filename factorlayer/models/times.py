@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import LEAST_MIXED, runs
-from factorlayer.autograd.layer_ops import gpu_limits
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.maths.chain import Chain
@@ -28,11 +28,17 @@ PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def gpu_for(device: torch.device, arch: int | None, who: str) -> Gpu | None:
     """The GPU that predictions are for: of the compute capability asked for, or the model's own; None of a CPU's."""
+    if layer_ops.missing_extension is not None:
+        if arch is not None:
+            raise ValueError(
+                f"{who}: no time is predicted without the compiled extension: {layer_ops.missing_extension}"
+            )
+        return None
     if arch is not None:
         if arch not in LIMITS:
             raise ValueError(f"{who}: arch should be one of {', '.join(map(str, LIMITS))}, it is {arch!r}")
         return Gpu.of(arch)
-    return Gpu(*gpu_limits(device.index or 0)) if device.type == "cuda" else None
+    return Gpu(*layer_ops.gpu_limits(device.index or 0)) if device.type == "cuda" else None
 
 
 def dense_spec(in_features: int, out_features: int) -> LayerSpec:
@@ -42,9 +48,11 @@ def dense_spec(in_features: int, out_features: int) -> LayerSpec:
 
 def layer_us(spec: LayerSpec, bias: bool, dtype: torch.dtype, samples: int, gpu: Gpu, training: bool) -> float | None:
     """Microseconds of a forward pass, or of training: forward and all gradients. None of a dtype that no GPU's table
-    has, or of no samples."""
-    if dtype not in PREDICTED or not samples:
+    has."""
+    if dtype not in PREDICTED:
         return None
+    if not samples:
+        return 0.0
     tf32 = dtype == torch.float32 and tf32_allowed()
     return _us(spec, bias, dtype_name(dtype), tf32, samples, gpu, training)
 

@@ -33,6 +33,7 @@ def test_fresh_layers_and_moved_ones() -> None:
     assert all(p.is_cuda for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # Inductor's advice
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_it_trains(compiled: bool) -> None:
     model = Transformer()
