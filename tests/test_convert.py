@@ -112,7 +112,7 @@ def test_layers_without_bias() -> None:
     assert part[0].bias is None and type(part[0]) is nn.Linear
 
 
-def test_a_record_says_what_was_done() -> None:
+def test_what_is_returned_says_what_was_done() -> None:
     plain = model()
     before = sum(parameter.numel() for parameter in plain.parameters())
     done = convert(plain, {"*.mlp.*": MONARCH, nn.Linear: None})
@@ -131,14 +131,14 @@ def test_a_record_says_what_was_done() -> None:
 
 
 @pytest.mark.parametrize("structure", ["monarch", "kronecker"])
-def test_the_mapping_of_a_record_does_it_again(structure: str) -> None:
+def test_the_mapping_that_is_returned_does_it_again(structure: str) -> None:
     first, second = model(), model()
     done = convert(first, whole(structure))
     assert convert(second, json.loads(json.dumps(done.mapping))) == done
     assert_same_state(second.state_dict(), first.state_dict())
 
 
-def test_a_dry_run_has_the_same_record_and_changes_nothing() -> None:
+def test_a_dry_run_returns_the_same_and_changes_nothing() -> None:
     plain = model()
     state, parts, random = state_of(plain), list(plain.modules()), torch.get_rng_state()
     for initialize in ("project", "fresh"):

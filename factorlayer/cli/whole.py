@@ -20,7 +20,7 @@ from factorlayer.models.report import Report, report
 from factorlayer.models.suggest import suggest
 
 if TYPE_CHECKING:
-    from factorlayer.models.record import Conversion
+    from factorlayer.models.conversion import Conversion
 
 SAFETENSORS = ".safetensors"
 

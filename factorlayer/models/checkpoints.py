@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from factorlayer.models.conversion import Conversion
 from factorlayer.models.convert import convert
 from factorlayer.models.dense import converted, memory_of
-from factorlayer.models.record import Conversion
 from factorlayer.models.selection import check_model, settings_of
 
 KEY = "factorlayer.convert"  # of the file's metadata: the mapping, as JSON

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from factorlayer.layers import FactorLinear
 from factorlayer.maths.project import ProjectionError, in_double, project, projection_error
+from factorlayer.models.conversion import Change, Conversion, spec_in_words
 from factorlayer.models.dense import (
     ORIGIN,
     Origin,
@@ -29,7 +30,6 @@ from factorlayer.models.dense import (
     weight_of,
 )
 from factorlayer.models.encoders import close, reopen
-from factorlayer.models.record import Change, Conversion, spec_in_words
 from factorlayer.models.selection import MOST_NAMED, Chosen, Settings, check_model, select
 
 Initialize = Literal["project", "fresh"]
@@ -54,11 +54,11 @@ def convert(
         initialize: "project": the structured matrix nearest to the layer's own; "fresh": drawn anew, with the variance
             of outputs that the layer's own weights give.
         keep: the original weights are kept, which restore(model) brings back.
-        dry_run: the same record, and nothing is changed.
+        dry_run: returns the same Conversion, and changes nothing.
 
     Names, dtype, device, requires_grad, mode and hooks stay, and the bias is the same parameter. Optimizers have to be
     made afterwards. Layers that are more than a weight and a bias of their own stay as they are, as with tied weights:
-    the record that is returned says which, and why. One that was named by itself is refused.
+    the Conversion that is returned says which, and why. One that was named by itself is refused.
     """
     if initialize not in get_args(Initialize):
         raise ValueError(f"convert: initialize should be 'project' or 'fresh', it is {initialize!r}")

@@ -14,10 +14,10 @@ from torch import nn
 from factorlayer.layers import FactorLinear
 from factorlayer.maths.project import project, projection_error
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.models.conversion import spec_in_words, table
 from factorlayer.models.costs import Cost, Costs, Side
 from factorlayer.models.dense import Place, count_of, is_dense, matrix_of, origin_of, places
 from factorlayer.models.picture import draw
-from factorlayer.models.record import spec_in_words, table
 from factorlayer.models.rows import Example, rows_of
 from factorlayer.models.selection import Chosen, Settings, check_model, select
 from factorlayer.models.times import dense_spec, gpu_for
