@@ -35,6 +35,6 @@ def draw(
     columns[-1].set_title("projection error")
     columns[0].set_yticks(places, names)
     columns[0].invert_yaxis()
-    columns[0].legend()
+    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside upper right")
     figure.suptitle(title)
     figure.savefig(path)
