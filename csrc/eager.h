@@ -36,4 +36,8 @@ constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer wit
 // raw op backward has them; none if autograd/backward.py has to make them.
 std::vector<Handle> gradients(const std::string& chain, const std::vector<Given>& tensors, int64_t wanted);
 
+// A decoder's step as the raw op decode has it, of its tensors in that order, with one without data where there is none, and
+// `random` in front of the parameters: tokens or scores, and the state, of a cell without an axis of layers; none if the raw op has to make it.
+std::vector<Handle> decode(const std::string& decoder, const std::vector<Given>& tensors, double temperature);
+
 }  // namespace factorlayer::eager

@@ -9,6 +9,7 @@
 #pragma weak PyErr_Fetch
 #pragma weak PyEval_RestoreThread
 #pragma weak PyEval_SaveThread
+#pragma weak PyFloat_AsDouble
 #pragma weak PyImport_ImportModule
 #pragma weak PyList_GetItem
 #pragma weak PyList_New
@@ -327,11 +328,32 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   return result;
 }
 
+// (text, tokens, state, context, random, (parameters), temperature): tokens or scores, and the state; or None.
+PyObject* decode(PyObject*, PyObject* const* given, Py_ssize_t) {
+  if (!describe || !is_usual()) return none();
+  PyObject* const parameters = given[5];
+  const Py_ssize_t count = PyTuple_Size(parameters);
+  if (count < 0) return none();
+  std::vector<Given> found(size_t(4 + count));  // without data where nothing is given
+  for (Py_ssize_t i = 0; i < 4 + count; ++i) {
+    PyObject* const tensor = i < 4 ? given[1 + i] : PyTuple_GetItem(parameters, i - 4);
+    if (i > 1 && i < 4 && tensor == known.none) continue;
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    if ((type != known.tensor && type != known.parameter) || describe(tensor, &found[size_t(i)])) return none();
+    if (found[size_t(i)].code == 2 && is_negated(tensor, found[size_t(i)])) return none();
+  }
+  const double temperature = PyFloat_AsDouble(given[6]);
+  const std::string text = python::text_of(given[0]);
+  const std::vector<Handle> made = without_lock([&] { return eager::decode(text, found, temperature); });
+  return made.empty() ? none() : tensors_of(made);
+}
+
 PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
                          {"layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL, nullptr},
                          {"take", reinterpret_cast<PyCFunction>(take_kernels), METH_FASTCALL, nullptr},
                          {"record", record, METH_VARARGS, nullptr},
                          {"gradients", reinterpret_cast<PyCFunction>(gradients), METH_FASTCALL, nullptr},
+                         {"decode", reinterpret_cast<PyCFunction>(decode), METH_FASTCALL, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -21,6 +21,7 @@ __all__ = [
     "FactorGRUCell",
     "FactorLinear",
     "FactorMLP",
+    "GRUDecoder",
     "Implementation",
     "Structure",
     "convert",
@@ -43,6 +44,7 @@ OF_MODELS |= {"load_converted": "checkpoints", "save_converted": "checkpoints"}
 OF_MODELS |= {"param_groups": "groups", "report": "report", "suggest": "suggest"}
 
 if TYPE_CHECKING:
+    from factorlayer.decoder import GRUDecoder
     from factorlayer.fusion import fuse
     from factorlayer.mlp import FactorMLP
     from factorlayer.models.checkpoints import load_converted, save_converted
@@ -66,6 +68,10 @@ def __getattr__(name: str) -> Any:
         from factorlayer import recurrent
 
         return getattr(recurrent, name)
+    if name == "GRUDecoder":
+        from factorlayer.decoder import GRUDecoder
+
+        return GRUDecoder
     if name == "fuse":
         from factorlayer.fusion import fuse
 

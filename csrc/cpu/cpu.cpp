@@ -16,6 +16,8 @@ namespace factorlayer::cpu {
   void backward(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&); \
   void recurrence(const Recurrent&, void*, int, const Parallel&);                              \
   void recurrence_backward(const Recurrent&, const RecurrentGradients&, int, const Parallel&); \
+  void decode(const Decode&, const Decoded&, int, const Parallel&);                            \
+  void draw(const Draw&, int64_t*, const Parallel&);                                           \
   bool has_activation(const std::string&);                                                     \
   }
 FL_DECLARE(generic)
@@ -34,10 +36,12 @@ struct Build {
   void (*backward)(const Problem&, const void*, const std::vector<void*>&, int, const Parallel&);
   void (*recurrence)(const Recurrent&, void*, int, const Parallel&);
   void (*recurrence_backward)(const Recurrent&, const RecurrentGradients&, int, const Parallel&);
+  void (*decode)(const Decode&, const Decoded&, int, const Parallel&);
+  void (*draw)(const Draw&, int64_t*, const Parallel&);
 };
 
 #define FL_BUILD(ISA, RUNS_HERE) \
-  {#ISA, RUNS_HERE, ISA::forward, ISA::backward, ISA::recurrence, ISA::recurrence_backward}
+  {#ISA, RUNS_HERE, ISA::forward, ISA::backward, ISA::recurrence, ISA::recurrence_backward, ISA::decode, ISA::draw}
 
 Build choose_build() {
 #if defined(__x86_64__)
@@ -85,6 +89,12 @@ void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gra
                          const Parallel& parallel) {
   build().recurrence_backward(problem, gradients, threads, parallel);
 }
+
+void decode(const Decode& problem, const Decoded& made, int threads, const Parallel& parallel) {
+  build().decode(problem, made, threads, parallel);
+}
+
+void draw(const Draw& problem, int64_t* tokens, const Parallel& parallel) { build().draw(problem, tokens, parallel); }
 
 bool has_activation(const std::string& name) { return generic::has_activation(name); }
 

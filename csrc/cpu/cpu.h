@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../chain.h"
+#include "../decoder.h"
 #include "../dtype.h"
 
 namespace factorlayer::cpu {
@@ -58,6 +59,36 @@ struct RecurrentGradients {
 };
 void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gradients, int threads,
                          const Parallel& parallel);
+
+// A step of a decoder, and its tensors; `layers` has each one's weights of inputs and states, and biases, null without.
+struct Decode {
+  const Decoder* decoder;
+  DType dtype;
+  int64_t batch;
+  const int64_t* tokens;
+  const void *embedding, *context, *state, *head, *bias;  // context [batch, features], state [layers, batch, hidden]
+  const void* const* layers;
+  uint64_t seed, step;
+  double temperature;
+};
+// What it makes, of which some is null: scores in what sums are kept in, [batch, vocabulary].
+struct Decoded {
+  void* state;
+  int64_t* tokens;
+  void* scores;
+};
+void decode(const Decode& problem, const Decoded& made, int threads, const Parallel& parallel);
+
+// Scores [samples, count], of all tokens or of those at `places`, which may be null, and noise beside them.
+struct Draw {
+  DType dtype;
+  int64_t samples, count;
+  const void* scores;
+  const int64_t* places;
+  uint64_t seed, step;
+  double temperature;
+};
+void draw(const Draw& problem, int64_t* tokens, const Parallel& parallel);
 
 bool has_activation(const std::string& name);
 

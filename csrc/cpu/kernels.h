@@ -17,6 +17,7 @@
 #include "recurrent.h"
 #include "recurrent_forward.h"
 #include "recurrent_backward.h"
+#include "decode.h"
 
 template <class F> auto with_types(DType dtype, F&& f) {
   switch (dtype) {
@@ -51,6 +52,14 @@ void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gra
   with_types(problem.dtype, [&](auto t, auto s) {
     RecurrentBackward<decltype(t), decltype(s)>(problem, gradients, threads).run(parallel);
   });
+}
+
+void decode(const Decode& problem, const Decoded& made, int threads, const Parallel& parallel) {
+  with_types(problem.dtype, [&](auto t, auto s) { DecodeStep<decltype(t), decltype(s)>(problem, made, threads).run(parallel); });
+}
+
+void draw(const Draw& problem, int64_t* tokens, const Parallel& parallel) {
+  with_types(problem.dtype, [&](auto t, auto s) { draw_tokens<decltype(t), decltype(s)>(problem, tokens, parallel); });
 }
 
 bool has_activation(const std::string& name) { return find_activation<float>(name) != nullptr; }

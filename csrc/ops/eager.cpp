@@ -9,6 +9,7 @@
 
 #include "../chain.h"
 #include "../table.h"
+#include "decoding.h"
 #include "launch.h"
 #include "on_cpu.h"
 
@@ -260,6 +261,63 @@ std::vector<eager::Handle> eager::gradients(const std::string& text, const std::
   }
   for (const Tensor& gradient : made) handles.push_back(handle_of(gradient));
   return handles;
+}
+
+// Of so many sizes, as kernels read it.
+static bool is_plain(const Given& t, const Given& x, std::initializer_list<int64_t> sizes) {
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  return t.dimensions == int32_t(sizes.size()) && std::equal(sizes.begin(), sizes.end(), t.sizes) && is_plain(t, x, count);
+}
+static bool are_integers(const Given& t, const Given& x, int64_t count) {
+  Given like = x;
+  like.code = 0, like.bits = 64;  // int64
+  return is_plain(t, like, {count});
+}
+
+std::vector<eager::Handle> eager::decode(const std::string& text, const std::vector<Given>& tensors, double temperature) {
+  const Decoder& decoder = find_decoder(text);
+  const Given &tokens = tensors[0], &state = tensors[1], &context = tensors[2], &random = tensors[3];
+  const Given* const given = &tensors[4];
+  const bool draws = decoder.made == Decoder::drawn;
+  const int64_t hidden = decoder.hidden(), batch = tokens.dimensions == 1 ? tokens.sizes[0] : 0;
+  if (tensors.size() != 4 + decoder.tensors() || batch < 1 || batch > decoder.samples) return {};
+  const bool of_cell = state.dimensions == 2 && decoder.layers == 1;
+  if (!are_integers(tokens, state, batch)) return {};
+  if (!(of_cell ? is_plain(state, state, {batch, hidden}) : is_plain(state, state, {decoder.layers, batch, hidden}))) return {};
+  if (draws != (random.data != nullptr) || (draws && !are_integers(random, state, kRandom))) return {};
+  if ((decoder.context > 0) != (context.data != nullptr)) return {};
+  if (decoder.context && !is_plain(context, state, {batch, decoder.context})) return {};
+  if (given[0].dimensions != 2) return {};
+  DecodeTensors read{};
+  read.batch = batch, read.rows = given[0].sizes[0];
+  if (!is_plain(given[0], state, {read.rows, decoder.embedding}) || !is_plain(given[1], state, {decoder.vocabulary, hidden})) return {};
+  if (decoder.biased && !is_plain(given[2], state, {decoder.vocabulary})) return {};
+  const Given* layer = given + 2 + decoder.biased;
+  for (int64_t l = 0; l < decoder.layers; ++l, layer += decoder.of_layer()) {
+    if (!is_plain(layer[0], state, {kGates * hidden, decoder.inputs(l)}) || !is_plain(layer[1], state, {kGates * hidden, hidden})) return {};
+    for (size_t i = 0; i < decoder.of_layer(); ++i) {
+      if (i > 1 && !is_plain(layer[i], state, {kGates * hidden})) return {};
+      read.layers[size_t(4 * l) + i] = layer[i].data;
+    }
+  }
+  const Site site(state);
+  if (!site.is_cpu && !cuda::find_program({&decoder, site.dtype, 0, site.index})) return {};
+  read.tokens = tokens.data, read.state = state.data, read.context = context.data, read.embedding = given[0].data;
+  read.head = given[1].data, read.bias = decoder.biased ? given[2].data : nullptr, read.random = static_cast<int64_t*>(random.data);
+  Site of_tokens = site, of_scores = site;
+  of_tokens.torch_dtype = aoti_torch_dtype_int64();
+  if (site.dtype != DType::float64) of_scores.torch_dtype = aoti_torch_dtype_float32();
+  const bool scores = decoder.made == Decoder::scores;
+  const Tensor made = scores ? of_scores.make(batch, decoder.vocabulary) : of_tokens.make(1, &batch);
+  const Tensor behind = site.make(state.dimensions, state.sizes);
+  (scores ? read.scores : read.new_tokens) = made.mutable_data_ptr(), read.new_state = behind.mutable_data_ptr();
+  std::vector<Tensor> kept;
+  if (site.is_cpu)
+    run_decode_on_cpu(decoder, site.dtype, read, temperature);
+  else
+    run_decode_on_gpu({text}, decoder, behind, read, temperature, kept);
+  return {handle_of(made), handle_of(behind)};
 }
 
 }  // namespace factorlayer

@@ -1,7 +1,7 @@
 // The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
-// weights that stay as they are, stack_prepare and stack_frozen; for a recurrence, recurrence and recurrence_backward; and
-// questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, recurrent_ops.py, stacks/frozen.py and exported
-// graphs.
+// weights that stay as they are, stack_prepare and stack_frozen; for a recurrence, recurrence and recurrence_backward; for a
+// decoder's step, decode, draw and few; and questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, recurrent_ops.py,
+// decode_ops.py, stacks/frozen.py and exported graphs.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {
@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("recurrence_slopes(Tensor[] gates, Tensor before, Tensor[] products, Tensor? bias, str recurrence) -> Tensor[]");
   m.def("recurrence_through(Tensor grad_output, Tensor[] slopes, Tensor initial, Tensor[] weights, Tensor? starts, Tensor? first, "
         "Tensor? lengths, Tensor? offsets, SymInt[] numbers, bool joined, str recurrence) -> Tensor[]");
+  m.def("decode(Tensor tokens, Tensor state, Tensor? context, Tensor[] tensors, Tensor(a!)? random, float temperature, "
+        "str decoder) -> (Tensor, Tensor)");
+  m.def("few(Tensor scores, int count) -> (Tensor, Tensor)");
+  m.def("draw(Tensor scores, Tensor? places, Tensor(a!) random, float temperature) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, int memory_rate=0) "

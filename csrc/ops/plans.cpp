@@ -9,6 +9,7 @@
 
 #include "../chain.h"
 #include "../cpu/cpu.h"
+#include "../decoder.h"
 #include "../python.h"
 #include "../runtime/cache.h"
 #include "../runtime/nvrtc.h"
@@ -22,7 +23,10 @@ std::string instruction_set() { return cpu::instruction_set(); }
 // The planner, or what the cache keeps of it, is asked nothing but this.
 python::Limits check_question(const std::string& chain, const std::string& dtype, int64_t batch_class,
                               int64_t capability, int64_t processors, int64_t shared_bytes, int64_t memory_rate) {
-  check_words(chain);
+  if (is_of_decoder(chain))
+    find_decoder(chain);
+  else if (!find_choice(chain))
+    check_words(chain);
   dtype_named(dtype);
   auto check_number = [](const char* what, int64_t number, int64_t least, int64_t most) {
     STD_TORCH_CHECK(number >= least && number <= most, "factorlayer: ", what, " should be from ", least, " to ", most,
@@ -63,7 +67,9 @@ cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, 
   STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
                   batch_class);
   STD_TORCH_CHECK(device >= 0 && device < 1 << 16, "factorlayer: a device should be its index, from 0 on, it is ", device);
-  const void* described = is_of_recurrence(chain.value)                  ? static_cast<const void*>(&find_asked(chain.value))
+  const void* described = find_choice(chain.value)                       ? find_choice(chain.value)
+                          : is_of_decoder(chain.value)                 ? &find_decoder(chain.value)
+                          : is_of_recurrence(chain.value)              ? &find_asked(chain.value)
                           : chain.value.find('|') != std::string::npos ? &find_stack(chain.value)
                                                                        : static_cast<const void*>(&find_chain(chain.value));
   return {described, dtype_named(dtype.value), int(batch_class), int(device)};

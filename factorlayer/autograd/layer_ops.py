@@ -296,6 +296,8 @@ layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, w
 # (text, dtype, device, batch, whether recorded): from then on layer_at_once takes these kernels, if it has to choose.
 take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
+# A decoder's step: (text, tokens, state, context, random numbers, parameters as a tuple, temperature)
+decode_at_once: Callable[..., list[Tensor] | None] = not_at_once
 
 if missing_extension is None:
 
@@ -327,6 +329,7 @@ if missing_extension is None:
         pass
     else:
         layer_at_once, take_kernels, _gradients_at_once = _C.layer, _C.take, _C.gradients
+        decode_at_once = _C.decode
 
 
 class _TransformableChain(Function):
