@@ -138,8 +138,11 @@ def run(
     places: Sequence[Tensor | int | None],
     outputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
     seed: int,
+    before: Sequence[Tensor] = (),
+    unwritten: int = 0,
 ) -> list[Tensor]:
-    """What a kernel writes, from tensors and numbers in the places of weights."""
+    """What a kernel writes, from tensors and numbers in the places of weights. `before` is what it finds in its
+    outputs, of which it leaves so many bytes `unwritten`; the last output is where sums are."""
     import subprocess
 
     from emulator.driver import for_the_cpu
@@ -162,13 +165,19 @@ def run(
         begins.append(begins[-1] + -(-size // 16) * 16)
     grid = -(-batch // planned.units_per_block), planned.split
     together = planned.split if isinstance(planned, RecurrentSpread) else 1
-    numbers = [seed, batch, begins[-1], begins[-1] - sum(sizes), planned.shared, planned.threads, together, *grid]
-    numbers += [int(bias is not None), len(places), begins[-1], *begins[1:-1]]
+    if before:
+        (folder / "before").write_bytes(
+            b"".join(written(t).ljust(-(-size // 16) * 16, b"\0") for t, size in zip(before, sizes, strict=True))
+        )
+    missing = begins[-1] - sum(sizes) + unwritten
+    numbers = [seed, batch, begins[-1], missing, planned.shared, planned.threads, together, *grid]
+    numbers += [int(bias is not None), len(places), begins[-2] if before else begins[-1], *begins[1:-1]]
     (folder / "y").unlink(missing_ok=True)
     command = [str(emulator.program), str(library), str(folder), *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     for number in folder.glob("n*"):  # other tests have tensors in these places
         number.unlink()
+    (folder / "before").unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout[:4000] + f" exit code {done.returncode}"
     memory = (folder / "y").read_bytes()
     parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]

@@ -216,6 +216,10 @@ template <int BYTES> inline void load_now(const void* from, u32 (&x)[BYTES < 4 ?
   x[0] = 0;
   memcpy(x, from, BYTES);
 }
+inline u32 count_up(u32* counter) {
+  emulator::read_now(counter, sizeof *counter);
+  return (*counter)++;
+}
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {

@@ -41,6 +41,8 @@ from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
 from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
 from factorlayer.maths.chain import Chain  # noqa: E402
+from factorlayer.maths.decoder import Decoder  # noqa: E402
+from factorlayer.maths.noise import draw  # noqa: E402
 from factorlayer.maths.recurrence import GATES, Recurrence  # noqa: E402
 from factorlayer.maths.spec import LayerSpec  # noqa: E402
 from factorlayer.maths.steps import Walk, naive  # noqa: E402
@@ -120,6 +122,14 @@ UNITS = [
     ("gru after; tied 0 1 21 21 1; bias; tanh", 3, 4, "float64"),
     ("gru after; tied 0 1 264 264 1; tanh", 3, 3, "bfloat16"),
 ]
+
+# Decoders, samples, dtype
+DECODERS = [
+    ("decode 5 3 40 2 4 scores biased; gru after; tied 0 1 24 24 1; bias; tanh", 3, "bfloat16"),
+    ("decode 8 0 1500 1 2 best; gru after; tied 0 1 16 16 1; tanh", 2, "float64"),
+    ("decode 8 0 1500 1 1 drawn biased; gru after; tied 0 1 16 16 1; bias; tanh", 1, "float32"),
+]
+EMBEDDED = 11  # tokens of their embeddings
 
 
 def main(tools: list[str]) -> int:
@@ -270,6 +280,40 @@ def cases() -> Iterator[Case]:
         shapes = (rows, rows, rows, (sequences, unit.hidden), *of_gate * GATES, *[(unit.hidden,)] * unit.chain.bias)
         name, dense = f"{text}, {sequences} x {steps}, {dtype}, gradients", unit.chain.is_dense
         yield Case(name, dtype, rows[0], unit.hidden, True, shapes, states, by_pytorch=dense)
+    for text, samples, dtype in DECODERS:
+        decoder = Decoder.parse(text)
+        gates, hidden = GATES * decoder.hidden, decoder.hidden
+        context = [(samples, decoder.context)] * (decoder.context > 0)
+        of_head = [(decoder.vocabulary, hidden), *[(decoder.vocabulary,)] * decoder.biased]
+        biases = [(gates,)] * 2 * decoder.recurrence.chain.bias
+        of_layers = [[(gates, decoder.inputs(i)), (gates, hidden), *biases] for i in range(decoder.layers)]
+        shapes = ((decoder.layers, samples, hidden), *context, (EMBEDDED, decoder.embedding), *of_head)
+        shapes = (*shapes, *itertools.chain(*of_layers))
+        made = (samples, decoder.vocabulary if decoder.made == "scores" else 1)
+        yield Case(f"{text}, {samples} samples, {dtype}", dtype, *made, False, shapes, step_of(decoder))
+
+
+def step_of(decoder: Decoder) -> Callable[..., Tensor]:
+    """Tokens or scores, as floats or integers."""
+
+    def step(implementation, state, *tensors) -> Tensor:
+        context, tensors = (tensors[0], tensors[1:]) if decoder.context else (None, tensors)
+        tokens = (torch.arange(state.shape[1]) * 3 % EMBEDDED).to(state.device)
+        random = torch.tensor([3, 4, 0]).to(state.device) if decoder.made == "drawn" else None
+        if implementation == "fused":
+            return torch.ops.factorlayer.decode(tokens, state, context, tensors, random, 0.7, decoder.text)[0]
+        embedding, head, *rest = tensors
+        bias = rest.pop(0) if decoder.biased else None
+        x = embedding[tokens] if context is None else torch.cat([embedding[tokens], context], 1)
+        count = len(rest) // decoder.layers
+        for layer in range(decoder.layers):
+            x = torch.gru_cell(x, state[layer], *rest[layer * count : (layer + 1) * count])
+        scores = torch.nn.functional.linear(x, head, bias)
+        if decoder.made == "scores":
+            return scores
+        return scores.argmax(1) if random is None else draw(scores, None, random, 0.7)
+
+    return step
 
 
 def can_judge(tool: str, case: Case, gpu: Gpu) -> bool:

@@ -267,6 +267,12 @@ template <int BYTES> DEVICE void load_now(const void* from, u32 (&x)[BYTES < 4 ?
   else
     asm volatile("{ .reg .u16 h; ld.relaxed.gpu.global.u16 h, [%1]; cvt.u32.u16 %0, h; }" : "=r"(x[0]) : "l"(from) : "memory");
 }
+// One more, and how many there were: what the block wrote before is there for whoever finds this.
+DEVICE u32 count_up(u32* counter) {
+  u32 before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }

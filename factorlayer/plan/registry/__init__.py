@@ -34,7 +34,15 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT_AND_BIAS,
     OF_WEIGHT_IN_ORDER,
 )
-from factorlayer.plan.registry.recurrent import OF_RECURRENCE, OF_RECURRENCE_BACK, OF_RECURRENT_SLOPES
+from factorlayer.plan.registry.recurrent import (
+    OF_DECODE_CHOICE,
+    OF_DECODE_DRAW,
+    OF_DECODE_FEW,
+    OF_DECODE_STEP,
+    OF_RECURRENCE,
+    OF_RECURRENCE_BACK,
+    OF_RECURRENT_SLOPES,
+)
 from factorlayer.plan.registry.stack import (
     OF_ANY_STACK,
     OF_ANY_STACK_BACK,
@@ -49,6 +57,10 @@ __all__ = [
     "MONARCH_PAIRS",
     "OF_ANY_STACK",
     "OF_ANY_STACK_BACK",
+    "OF_DECODE_CHOICE",
+    "OF_DECODE_DRAW",
+    "OF_DECODE_FEW",
+    "OF_DECODE_STEP",
     "OF_DENSE_LAYER",
     "OF_FACTORS",
     "OF_MIXED_PRODUCT",
@@ -100,6 +112,7 @@ KINDS = {
     "Dense layers one behind another": (*OF_STACK, *OF_WIDE_STACK, *OF_ANY_STACK),
     "All gradients of dense layers": (*OF_STACK_BACK, *OF_ANY_STACK_BACK),
     "Recurrent units": (*OF_RECURRENCE, *OF_RECURRENCE_BACK, *OF_RECURRENT_SLOPES),
+    "A decoder's step": (*OF_DECODE_STEP, *OF_DECODE_CHOICE, *OF_DECODE_DRAW, *OF_DECODE_FEW),
     "Beside others' passes": (WHOLE, *BESIDE),
 }
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from factorlayer.kernels.recurrent import (
+    decode_choice,
+    decode_draw,
+    decode_few,
+    decode_step,
     recurrent,
     recurrent_backward,
     recurrent_slopes,
@@ -53,6 +57,40 @@ RECURRENT_SLOPES = Family(
     (recurrent_slopes.RecurrentSlopes,),
     "recurrent",
 )
+DECODE_STEP = Family(
+    "decode step",
+    "A layer's step of a decoder, of few samples",
+    decode_step.tile,
+    (decode_step.DecodeStep,),
+    "recurrent",
+    Takes(more="dense, reset after the product; 16 samples at most"),
+)
+DECODE_CHOICE = Family(
+    "decode choice",
+    "The best token of a decoder's step, or all scores",
+    decode_choice.tile,
+    (decode_choice.DecodeChoice,),
+    "recurrent",
+    Takes(more="16 samples at most"),
+)
+DECODE_DRAW = Family(
+    "decode draw",
+    "A token for each sample, drawn by its scores",
+    decode_draw.tile,
+    (decode_draw.DecodeDraw,),
+    "recurrent",
+)
+DECODE_FEW = Family(
+    "decode few",
+    "The few best of each sample's scores",
+    decode_few.tile,
+    (decode_few.DecodeFew,),
+    "recurrent",
+)
 OF_RECURRENCE = (RECURRENT, RECURRENT_SPREAD)
 OF_RECURRENCE_BACK = (RECURRENT_BACKWARD, RECURRENT_SPREAD_BACKWARD)
 OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)
+OF_DECODE_STEP = (DECODE_STEP,)
+OF_DECODE_CHOICE = (DECODE_CHOICE,)
+OF_DECODE_DRAW = (DECODE_DRAW,)
+OF_DECODE_FEW = (DECODE_FEW,)
