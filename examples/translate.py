@@ -19,9 +19,10 @@ import typer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from factorlayer import FactorGRU
+from factorlayer import FactorGRU, GRUDecoder
 from factorlayer.maths.recurrence import GateStructure
 
+Unit = nn.GRU | FactorGRU
 WRITTEN = string.ascii_lowercase + string.digits + " ,./'"
 DATE = string.digits + "-"
 LENGTH = len("1987-03-05")
@@ -50,7 +51,7 @@ def pairs(days: Sequence[int], draw: random.Random) -> tuple[list[Tensor], Tenso
 
 
 class Translator(nn.Module):
-    def __init__(self, encoder: nn.Module, decoder: nn.Module, features: int, hidden: int) -> None:
+    def __init__(self, encoder: Unit, decoder: Unit, features: int, hidden: int) -> None:
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
         self.letters, self.made = nn.Embedding(len(WRITTEN), features), nn.Embedding(len(DATE) + 1, features)
@@ -69,14 +70,12 @@ class Translator(nn.Module):
         expected: Tensor = self.readout(states)
         return expected
 
-    @torch.no_grad()
     def translate(self, given: Sequence[Tensor]) -> Tensor:
         """Letter by letter, each of which the next one is made of: [strings, letters]."""
-        state, letters = self.read(given), [torch.full((len(given),), FIRST)]
-        for _ in range(LENGTH):
-            made, state = self.decoder(self.made(letters[-1])[None], state)
-            letters.append(self.readout(made[0]).argmax(dim=1))
-        return torch.stack(letters[1:], dim=1)
+        with torch.no_grad():
+            state = self.read(given)
+        decoder = GRUDecoder(self.made, self.decoder, self.readout)
+        return decoder.generate(torch.full((len(given),), FIRST), state, LENGTH)[0]
 
 
 def learn(model: Translator, steps: int, batch: int, rate: float) -> tuple[list[tuple[int, float]], float]:
@@ -119,10 +118,10 @@ def main(
 ) -> None:
     """Learn to read dates with FactorGRU and with nn.GRU: accuracy, parameters and time of both."""
 
-    def dense() -> nn.Module:
+    def dense() -> Unit:
         return nn.GRU(features, hidden)
 
-    def factored() -> nn.Module:
+    def factored() -> Unit:
         kind = cast(GateStructure, structure)
         return FactorGRU(features, hidden, structure=kind, blocks=blocks, rank=rank, input_structure="dense")
 
