@@ -2,8 +2,8 @@
 
 All rows of results/NAME.json lie in docs/benchmarks.md, between <!-- benches:begin NAME --> and
 <!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary. What the
-sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together, and results/recurrent
-between those of "recurrent".
+sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together, and results/recurrent and
+results/decode between those of "recurrent" and "decode".
 With --check nothing is written, and the exit status says whether both files are up to date.
 """
 
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benches import recurrent, sweep_figure, sweep_tables, tables
+from benches import decode, recurrent, sweep_figure, sweep_tables, tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 from benches.sweep_results import Sweep
@@ -31,7 +31,9 @@ python -m benches.report
 
 python -m benches.report --check
 """
-SWEEPS, RECURRENT = "sweeps", "recurrent"  # sections' names, and folders'
+SWEEPS = "sweeps"  # a section's name, and a folder's
+# The same of tables with a column for each thing that is measured, one for each machine: what writes them
+BESIDE = {"recurrent": recurrent.markdown, "decode": decode.markdown}
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -46,7 +48,7 @@ def main(
     try:
         before = {path: path.read_text() for path in (page, readme)}
         after = {
-            page: with_recurrent(with_sweeps(updated(before[page], page, folder), page, folder), page, folder),
+            page: with_beside(with_sweeps(updated(before[page], page, folder), page, folder), page, folder),
             readme: updated(before[readme], readme, folder, summary, "-summary"),
         }
         if not check:
@@ -98,7 +100,7 @@ def updated(
 ) -> str:
     """The page's text with a section for each results file, whose markers have its name and the suffix."""
     names = {path: path.stem + suffix for path in _files(folder)}
-    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {*names.values(), SWEEPS, RECURRENT}
+    unknown = set(re.findall("<!-- benches:begin (.*?) -->", text)) - {*names.values(), SWEEPS, *BESIDE}
     if unknown:
         raise ValueError(
             f"{page} should have sections of the results in {folder} only; there are none of "
@@ -119,12 +121,13 @@ def with_sweeps(text: str, page: Path, folder: Path) -> str:
     return _put(text, SWEEPS, lines[1:], page, SWEEPS)
 
 
-def with_recurrent(text: str, page: Path, folder: Path) -> str:
-    """The page's text with the tables of recurrent units, one for each machine."""
-    lines = [line for path in _files(folder / RECURRENT) for line in ["", *recurrent.markdown(path)]]
-    if not lines and f"<!-- benches:begin {RECURRENT} -->" not in text:
-        return text
-    return _put(text, RECURRENT, lines[1:], page, RECURRENT)
+def with_beside(text: str, page: Path, folder: Path) -> str:
+    """The page's text with the tables of recurrent units and of decoders, one for each machine."""
+    for name, markdown in BESIDE.items():
+        lines = [line for path in _files(folder / name) for line in ["", *markdown(path)]]
+        if lines or f"<!-- benches:begin {name} -->" in text:
+            text = _put(text, name, lines[1:], page, name)
+    return text
 
 
 def sweeps_of(folder: Path) -> dict[Path, list[Sweep]]:
