@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <iterator>
+#include <numeric>
 #include <stdexcept>
 
 #include "shown.h"
@@ -106,9 +107,25 @@ static int numbers_behind(const std::string& name) {
   return -1;
 }
 
+// Features of each tensor that x is.
+static std::vector<int64_t> parse_inputs(Words& words) {
+  std::vector<int64_t> inputs;
+  for (int64_t features = 0; !words.at_end(); inputs.push_back(features)) {
+    words >> features;
+    if (!words || features < 1 || features > kMostElements || inputs.size() == kMostInputs)
+      throw std::invalid_argument("\"inputs\" needs positive sizes that memory can hold, " + std::to_string(kMostInputs) + " at most");
+  }
+  if (inputs.empty()) throw std::invalid_argument("\"inputs\" needs the features of each");
+  return inputs;
+}
+
 static void check_stage(const std::string& stage) {
   Words words(stage);
   const std::string name = words.next();
+  if (name == "inputs") {
+    parse_inputs(words);
+    return;
+  }
   const int numbers = std::max(0, numbers_behind(name));
   if (numbers_behind(name) < 0) check_activation(name);
   int64_t number = 0;
@@ -189,7 +206,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
   return chain.bias && c.tied && c.outer * c.inner == 1 && !has_activation && !chain.gradient;
 }
 
-// Stages come in the order: rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
+// Stages come in the order: inputs, rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
 // it is one, which may have slabs before tf32, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
 // mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both may be all. sums stands
@@ -204,7 +221,9 @@ static Chain parse(const std::string& text) {
     const std::string name = words.next();
     if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
-    if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
+    if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {
+      chain.inputs = parse_inputs(words);
+    } else if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
       chain.tf32 = true;
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
@@ -262,6 +281,15 @@ static Chain parse(const std::string& text) {
   }
   if (chain.contractions.empty() && (!chain.in_features() || chain.x_turned))
     throw std::invalid_argument("there is no contraction in it");
+  if (!chain.inputs.empty()) {
+    const int64_t features = std::accumulate(chain.inputs.begin(), chain.inputs.end(), int64_t(0));
+    if (features != chain.in_features())
+      throw std::invalid_argument("its inputs have " + std::to_string(features) + " features, the chain takes " +
+                                  std::to_string(chain.in_features()));
+    const bool is_layer = chain.makes_y() || (chain.backward && !chain.bias && !chain.mixed);
+    if (!is_layer || chain.contractions.empty() || chain.x_turned || chain.turned || chain.slabs)
+      throw std::invalid_argument("\"inputs\" are those of a layer, or of all its gradients");
+  }
   return chain;
 }
 
@@ -298,6 +326,8 @@ static Stack parse_stack(const std::string& text) {
       if (stack.backward || stack.states || stack.frozen) break;
     }
     const Chain layer = parse(text.substr(from, to == std::string::npos ? to : to - from));
+    if (!layer.inputs.empty() && !stack.layers.empty())
+      throw std::invalid_argument("\"inputs\" are those of the first layer");
     if (!layer.makes_y() || layer.x_turned || layer.turned)
       throw std::invalid_argument(
           "\"gradient\", \"slope\", \"through\", \"sums\", \"backward\", \"turned\" and \"turn\" make no layer");
@@ -325,7 +355,7 @@ static Recurrence parse_recurrence(const std::string& text) {
   if (end == std::string::npos || !(recurrence.before || recurrence.reversed || head == "gru after"))
     throw std::invalid_argument("it should begin with \"gru after\" or \"gru before\", \" reversed\" or not, and a chain behind");
   const Chain chain = recurrence.chain = parse(text.substr(end + 2));
-  if (!chain.makes_y() || chain.x_turned || chain.turned || chain.slabs)
+  if (!chain.makes_y() || chain.x_turned || chain.turned || chain.slabs || !chain.inputs.empty())
     throw std::invalid_argument("only contractions, a bias and an activation make a gate's recurrent matrix");
   if (chain.in_features() != chain.out_features())
     throw std::invalid_argument("a recurrent matrix should have as many outputs as inputs, it has " +

@@ -7,7 +7,8 @@
 //     tied:    y[o, q, i] = sum_p weight[q, p] x[o, p, i]              weight is [q, p]
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
 // An activation is a name or a program (expression.h), whose parameters are weights behind those of the contractions.
-// "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
+// "inputs a b .." before all else: x is several tensors of so many features, side by side, of a layer or of all its
+// gradients, "backward". "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
 // products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single
 // contraction makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and
 // with "bias", of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients,
@@ -36,6 +37,7 @@ namespace factorlayer {
 constexpr size_t kMostText = size_t(1) << 22;  // bytes
 constexpr size_t kMostContractions = 4096;     // of a chain
 constexpr size_t kMostLayers = 4096;           // of a stack
+constexpr size_t kMostInputs = 4096;           // tensors that x is
 constexpr int64_t kMostElements = int64_t(1) << 48;  // of a tensor or state: few enough that no offset into memory overflows
 
 struct Contraction {
@@ -46,6 +48,7 @@ struct Contraction {
 };
 
 struct Chain {
+  std::vector<int64_t> inputs;  // features of each tensor that x is, if it is several
   std::vector<Contraction> contractions;
   int64_t rank = 1;
   bool bias = false;

@@ -14,6 +14,15 @@ from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, activation_of, scalars
 from factorlayer.autograd.batch import LARGE_MEMBER, batch_of, mapped, of_no_members, one_by_one
+from factorlayer.autograd.input_ops import fused_inputs, of_inputs, why_concatenated
+from factorlayer.autograd.inputs import (
+    Input,
+    are_several,
+    check_alike,
+    checked,
+    concatenated,
+    dense_product,
+)
 from factorlayer.autograd.layer_ops import (
     DTYPES,
     any_requires_grad,
@@ -53,7 +62,7 @@ def implementation_name(implementation: str) -> Implementation:
 
 
 def factor_linear(
-    x: Tensor,
+    x: Input,
     weights: Sequence[Tensor],
     bias: Tensor | None = None,
     activation: UserActivation = None,
@@ -69,6 +78,9 @@ def factor_linear(
     them [L, s, K·rank] and [K, rank·L, p]: maths/spec.py has the definitions. `rank`, if given, is what theirs
     should be.
 
+    x may be a list of tensors, taken as if it were concatenated along the features: they are read where they lie, and
+    each has a gradient of its own.
+
     With batch_dims, so many axes stand before these, and each member of the batch has a W of its own: weights [*batch,
     Qi, Pi], x [*batch, …, in], y [*batch, …, out], and bias [*batch, out], or [out] for all. Axes of 1 are expanded.
     Without it, a leading axis of Kronecker weights is the rank: W is a sum. Where x has as many along its first axis,
@@ -78,7 +90,8 @@ def factor_linear(
     few milliseconds; FactorLinear does so once.
     """
     try:
-        _check_batch_dims(batch_dims, x, weights, bias)
+        first = _first(x)
+        _check_batch_dims(batch_dims, first, weights, bias)
         spec = spec_of_weights(structure, [weight.shape[batch_dims:] for weight in weights])
         if rank not in (None, spec.rank):
             raise ValueError(f"rank={rank} was given, the weights are of rank {spec.rank}: {_shapes(weights)}")
@@ -89,16 +102,30 @@ def factor_linear(
         raise type(error)(f"factor_linear: {error}{_hint(weights, batch_dims)}") from None
     parameters = scalars(activation, names) if names else []
     if batch_dims:
-        return _run_batch(spec, chain, x, weights, bias, parameters, chosen, batch_dims)
-    if rank is None and spec.terms > 1 and len(x.shape) > 2 and x.shape[0] == spec.rank and not is_dynamo_compiling():
+        whole = concatenated(x) if are_several(x) else x
+        return _run_batch(spec, chain, whole, weights, bias, parameters, chosen, batch_dims)
+    if rank is None and spec.terms > 1 and _may_be_a_batch(first, spec) and not is_dynamo_compiling():
         warnings.warn(
             f"factor_linear: W is the sum of {spec.rank} products, as the weights are {_shapes(weights)}; x "
-            f"{tuple(x.shape)} has as many along its first axis: say batch_dims=1 if each of these has a W of its own, "
-            f"or rank={spec.rank} if not",
+            f"{tuple(first.shape)} has as many along its first axis: say batch_dims=1 if each of these has a W of its "
+            f"own, or rank={spec.rank} if not",
             UserWarning,
             stacklevel=2,
         )
     return run(spec, chain, x, [*weights, *parameters], bias, chosen, "factor_linear")
+
+
+def _first(x: Input) -> Tensor:
+    """x, or the first tensor of a list."""
+    if are_several(x):
+        if not x:
+            raise ValueError("x should be a tensor or a list of tensors, the list is empty")
+        return x[0]
+    return x
+
+
+def _may_be_a_batch(x: Tensor, spec: LayerSpec) -> bool:
+    return len(x.shape) > 2 and x.shape[0] == spec.rank
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
@@ -170,7 +197,7 @@ def _run_batch(
 def run(
     spec: LayerSpec,
     chain: Chain,
-    x: Tensor,
+    x: Input,
     weights: Sequence[Tensor],
     bias: Tensor | None,
     implementation: str,
@@ -183,6 +210,8 @@ def run(
         y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", x, bias, weights)
         if y is not None:
             return y
+    if are_several(x):
+        return _run_inputs(spec, chain, x, weights, bias, implementation, who)
     try:
         if any_complex(x, weights, bias):
             x, weights, bias = all_complex(x, weights, bias, implementation, who)
@@ -219,6 +248,58 @@ def run(
         _check(who, spec, x, weights, bias)
         raise
     return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
+
+
+def _run_inputs(
+    spec: LayerSpec,
+    chain: Chain,
+    given: Input,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    implementation: str,
+    who: str,
+) -> Tensor:
+    """The layer on tensors [..., features of each] side by side: by kernels that read them where they lie, by a product
+    for each where it is dense and batched, or else concatenated."""
+    inputs = checked(who, given, spec.in_features, "in_features")
+    if any_autocast():
+        _, weights, bias = autocast(inputs[0], weights, bias)
+        inputs = [autocast(x, (), None)[0] for x in inputs]
+    check_alike(who, inputs)
+    some = [x for x in inputs if x.shape[-1] or x.requires_grad]
+    first, *others = some
+    if not others:
+        return run(spec, chain, first, weights, bias, implementation, who)
+    y = None
+    apart = implementation != "naive" and all(x.shape[-1] for x in some)
+    if apart and not (is_sharded(first) or any_complex(first, weights, bias)):
+        _check_parameters(who, spec, first, weights, bias)
+        is_matrix = first.dim() == 2
+        rows = some if is_matrix else [x.reshape(-1, x.shape[-1]) for x in some]
+        y = _of_rows(chain, rows, weights, bias, implementation, who)
+        if y is not None:
+            return y if is_matrix else y.reshape(*first.shape[:-1], spec.out_features)
+    return run(spec, chain, concatenated(some), weights, bias, implementation, who)
+
+
+def _of_rows(
+    chain: Chain, rows: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, implementation: str, who: str
+) -> Tensor | None:
+    """The layer on inputs [N, features of each] that are not concatenated; None where they have to be."""
+    x, batch = rows[0], rows[0].shape[0]
+    recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, [*rows, *weights])
+    chosen = choose(chain, x, implementation, who, batch, recorded)
+    if chosen == "batched" and chain.is_dense:
+        return activate(chain.activation, dense_product(rows, weights[0], bias), weights[1:])
+    several = of_inputs(chain, tuple(row.shape[1] for row in rows))
+    if chosen == "batched" or why_concatenated(several, x, batch) is not None:
+        return None
+    try:
+        return fused_inputs(text_for(several, x), rows, [*weights, *([] if bias is None else [bias])], recorded)
+    except CompileError:
+        if implementation == "fused":
+            raise
+        return None  # the kernels for one tensor may be another matter
 
 
 def _of_no_rows(
@@ -492,13 +573,19 @@ def autocast(
 
 def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
     """Raises what is wrong with the tensors, if anything is."""
-    shape, dtype, device = x.shape, x.dtype, x.device
+    shape = x.shape
     if not shape or shape[-1] != spec.in_features:
         raise ValueError(
             f"{who}: the last dimension of x should be in_features={spec.in_features}, x has the shape {tuple(shape)}"
         )
     if not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(f"{who}: x should be a floating-point tensor, it is {dtype}; convert it with x.float()")
+        raise TypeError(f"{who}: x should be a floating-point tensor, it is {x.dtype}; convert it with x.float()")
+    _check_parameters(who, spec, x, weights, bias)
+
+
+def _check_parameters(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    """Whether they are like x."""
+    dtype, device = x.dtype, x.device
     for weight in weights:
         if weight.dtype != dtype or weight.device != device:
             i = next(i for i, other in enumerate(weights) if other is weight)

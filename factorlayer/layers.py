@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import explain_fused, explain_shards, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
@@ -140,7 +141,8 @@ class FactorLinear(Recorded):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
+        """Of x [..., in_features], or of a list of tensors as if it were concatenated along the features."""
         parameters = self._parameters
         weights: list[Tensor]
         bias: Tensor | None

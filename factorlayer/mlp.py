@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.autograd.inputs import Input, are_several, concatenated
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
@@ -99,11 +100,13 @@ class FactorMLP(Recorded, RunsAsStacks):
         """What its layers run as."""
         return [stack for both in self._stacks for stack in both if stack is not None]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for stack, gate in self._stacks:
+    def forward(self, x: Input) -> Tensor:
+        """Of x [..., in], or of a list of tensors as if it were concatenated along the features."""
+        (stack, gate), *others = self._stacks
+        y: Tensor = stack(x) if gate is None else gate(x) * stack(x)
+        for stack, gate in others:
             y = stack(y) if gate is None else gate(y) * stack(y)
-        return x + y if self.residual else y
+        return (concatenated(x) if are_several(x) else x) + y if self.residual else y
 
     def what_it_is(self) -> Record:
         activations = [layer.chain.activation for stack in self.stacks for layer in stack.layers]

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.activations.texts import UserActivation
+from factorlayer.autograd.inputs import Input, are_several, checked, concatenated
 from factorlayer.functional import Implementation
 from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import Factors
@@ -126,7 +127,7 @@ class FactorGRU(Gated):
 
     def forward(
         self,
-        input: Tensor | PackedSequence,
+        input: Input | PackedSequence | Sequence[PackedSequence],
         hx: Tensor | None = None,
         *,
         starts: Tensor | None = None,
@@ -135,23 +136,29 @@ class FactorGRU(Gated):
     ) -> tuple[Any, Tensor]:
         """(output, h_n), as nn.GRU has them.
 
+        input: as nn.GRU's, or a list of such as if they were concatenated along the features: the products that they
+            bring to the gates are made of them as they lie, but for PyTorch's own op, which takes one tensor.
         starts: a mask like input without its features: where it is true, a sequence begins again, in either direction
             from where it would without hx.
         cu_seqlens: of input [total, input_size], in which sequences of different length stand one behind another: where
             each begins, and, at last, total. With max_seqlen, the length of the longest one (or more), nobody waits for
             a GPU to look at it.
         """
-        layout = layout_of("FactorGRU", input, self.batch_first, cu_seqlens, max_seqlen)
-        self._check_features(layout.rows if isinstance(input, PackedSequence) else input)
+        layout = layout_of("FactorGRU", input, self.input_size, self.batch_first, cu_seqlens, max_seqlen)
+        if isinstance(input, Tensor):
+            self._check_features(input)
+        elif len(layout.rows) == 1:
+            self._check_features(layout.rows[0])
         walk, packed = layout.walk, layout.packed
         state = state_of("FactorGRU", hx, layout, len(self.cells), self.hidden_size)
         mask = mask_of("FactorGRU", starts, layout)
         rows, state, parameters, further = self._given(layout.rows, state)
         apart = mask is not None and state is not None and walk.offsets is not None
-        chosen = self._choose(rows, apart, walk.sequences)
-        with no_autocast(rows):
-            if chosen == "batched" and mask is None and rows.shape[0] and self._is_left_to_pytorch(rows):
-                output, states = self._by_pytorch(rows, walk, state, parameters)
+        x = rows[0]
+        chosen = self._choose(x, apart, walk.sequences)
+        with no_autocast(x):
+            if chosen == "batched" and mask is None and x.shape[0] and self._is_left_to_pytorch(x):
+                output, states = self._by_pytorch(concatenated(rows), walk, state, parameters)
             else:
                 output, states = self._by_cells(rows, walk, state, mask, parameters, further, chosen)
         if packed is None:
@@ -162,7 +169,7 @@ class FactorGRU(Gated):
 
     def _by_cells(
         self,
-        rows: Tensor,
+        rows: Sequence[Tensor],
         walk: Walk,
         hx: Tensor | None,
         starts: Tensor | None,
@@ -178,18 +185,19 @@ class FactorGRU(Gated):
                 i = layer * self._directions + reverse
                 cell = self.cells[i]
                 if hx is None:
-                    initial = self._initial(cell, walk.sequences, rows, parameters)
+                    initial = self._initial(cell, walk.sequences, rows[0], parameters)
                     restart = None
                 else:
                     initial = hx[i]
-                    restart = None if starts is None else self._initial(cell, walk.sequences, rows, parameters)
+                    restart = None if starts is None else self._initial(cell, walk.sequences, rows[0], parameters)
                 core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
                 outputs.append(self._states(cell, *core))
                 states.append(walk.last(outputs[-1], initial, bool(reverse)))
-            rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            y = concatenated(outputs)
             if self.dropout and self.training and layer < self.num_layers - 1:
-                rows = F.dropout(rows, self.dropout)
-        return rows, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
+                y = F.dropout(y, self.dropout)
+            rows = [y]
+        return y, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
@@ -317,26 +325,35 @@ class FactorGRUCell(Gated):
         cells, names = cells_of("FactorGRUCell", *sizes, reset, activation, norm, learned_initial)
         self._build(cells, activation, names, implementation, device, dtype)
 
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
-        """The state [batch, hidden], or [hidden], behind a step."""
+    def forward(self, input: Input, hx: Tensor | None = None) -> Tensor:
+        """The state [batch, hidden], or [hidden], behind a step; of a list as FactorGRU takes it."""
+        inputs: list[Any] = [input]
+        if are_several(input):
+            inputs = checked("FactorGRUCell", input, self.input_size, "input_size", "input")
+        return self._of_inputs(inputs, hx)
+
+    def _of_inputs(self, inputs: Sequence[Any], hx: Tensor | None) -> Tensor:
+        input = inputs[0]
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             came = (
                 f"has the shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"is a {type(input).__name__}"
             )
             raise ValueError(f"FactorGRUCell: input should be [batch, input_size] or [input_size], it {came}")
-        self._check_features(input)
+        if len(inputs) == 1:
+            self._check_features(input)
         shape = (*input.shape[:-1], self.hidden_size)
         if hx is not None and tuple(hx.shape) != shape:
             raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
-        (cell,), rows = self.cells, input.reshape(-1, self.input_size)
-        batch = rows.shape[0]
+        (cell,), batch = self.cells, input.shape[:-1].numel()
+        rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
-        initial = self._initial(cell, batch, rows, parameters) if hx is None else hx
-        with no_autocast(rows):
-            chosen = self._choose(rows)
+        x = rows[0]
+        initial = self._initial(cell, batch, x, parameters) if hx is None else hx
+        with no_autocast(x):
+            chosen = self._choose(x)
             if chosen == "batched" and self._is_gru and self._is_dense:
                 flat = [parameters.get(f"{kind}_{of}") for kind in ("weight", "bias") for of in ("ih", "hh")]
-                state = torch.gru_cell(rows, initial, *flat)  # type: ignore[arg-type]
+                state = torch.gru_cell(concatenated(rows), initial, *flat)  # type: ignore[arg-type]
             else:
                 walk = Walk(batch, 1, 1, batch)
                 state = self._states(cell, rows, initial, None, None, walk, parameters, further, chosen)

@@ -366,6 +366,7 @@ def test_bounds_are_the_same_on_both_sides() -> None:
     assert of("chain.h", "kMostText") == chain.MOST_TEXT
     assert of("chain.h", "kMostContractions") == chain.MOST_CONTRACTIONS
     assert of("chain.h", "kMostLayers") == chain.MOST_LAYERS
+    assert of("chain.h", "kMostInputs") == chain.MOST_INPUTS
     assert of("chain.h", "kMostElements") == chain.MOST_ELEMENTS
     assert of("expression.cpp", "kMostSteps") == expression.MOST_STEPS
     assert of("expression.cpp", "kMostParameters") == expression.MOST_PARAMETERS

@@ -429,7 +429,7 @@ WRONG = {
     ),
     "axes": (lambda: FactorGRU(5, 6)(torch.zeros(5)), ValueError, "input should be [steps, batch, input_size] or [st"),
     "kind": (
-        lambda: FactorGRU(5, 6)([1.0]),
+        lambda: FactorGRU(5, 6)(1.0),
         TypeError,
         "input should be a tensor or a PackedSequence, it is of the type",
     ),

@@ -38,6 +38,7 @@ template <class T, class S> class Backward {
   const std::vector<Layer<T, S>>& layers_;
   const void* grad_y_;
   void* grad_x_;
+  void* const* grad_inputs_;  // null unless one of them is wanted
   const int64_t count_;  // of layers
   std::vector<Wanted> wanted_;
   int64_t first_;      // layer that gradients go back to
@@ -51,7 +52,7 @@ template <class T, class S> class Backward {
  public:
   Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
       : run_(problem, true, threads), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
-        count_(int64_t(layers_.size())), first_(grad_x_ ? 0 : count_) {
+        grad_inputs_(inputs_of(problem, gradients)), count_(int64_t(layers_.size())), first_(wants_x() ? 0 : count_) {
     void* const* at = gradients.data() + 1;
     double multiply_adds = 1;
     for (int64_t l = 0; l < count_; ++l) {
@@ -94,6 +95,12 @@ template <class T, class S> class Backward {
   }
 
  private:
+  static void* const* inputs_of(const Problem& problem, const std::vector<void*>& gradients) {
+    void* const* const from = gradients.data() + problem.tensors.size();
+    return std::any_of(from, from + problem.inputs.size(), [](void* gradient) { return gradient; }) ? from : nullptr;
+  }
+  bool wants_x() const { return grad_x_ || grad_inputs_; }
+
   // Gives a layer's sums their places.
   Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
     Wanted wanted{gradients};
@@ -173,7 +180,7 @@ template <class T, class S> class Backward {
   // Keeps what gradients need of a block.
   void go_forward(int64_t first, int64_t count, Buffers& b) const {
     if (!reach_) return;
-    const T* rows = read_rows<T, S>(run_.problem.tensors[0], first, count, run_.in, b.x);
+    const T* rows = run_.read_x(first, count, b.x);
     for (int64_t l = 0; l < reach_; ++l) {
       const Layer<T, S>& layer = layers_[l];
       Kept& kept = b.kept[l];
@@ -226,9 +233,10 @@ template <class T, class S> class Backward {
         layer.activation.backward(count, b.kept[l].z, own, parameters < 0 ? nullptr : b.total + parameters);
       }
       if (wanted_[l].bias) add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset);
-      const bool passes = l > first_ || grad_x_;
+      const bool passes = l > first_ || wants_x();
       if (!passes && wanted_[l].earliest == layer.stages) return;
-      T* gx = !passes ? nullptr : l ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
+      const bool apart = l || grad_inputs_;
+      T* gx = !passes ? nullptr : apart ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
       if (layer.phases.size() == 1) {
         go_back(l, 0, count, 0, layer.chain.rank, b.kept[l].x, g, gx, false, b);
       } else {
@@ -237,6 +245,7 @@ template <class T, class S> class Backward {
       if (!passes) return;
       g = gx;
     }
+    if (grad_inputs_) return run_.write_inputs(grad_inputs_, first, count, g);
     write_rows<T, S>(grad_x_, first, count, run_.in, g);
   }
 

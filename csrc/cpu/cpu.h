@@ -21,11 +21,12 @@ struct Problem {
   DType dtype;
   int64_t batch;
   std::vector<const void*> tensors;  // x [batch, in], then each layer's weights as in chain.h, and its bias if it has one
+  std::vector<const void*> inputs;   // in place of x, if it is several: as the first layer says
 };
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel);
 
-// `gradients`: one for each of the problem's tensors, null where it is not wanted. Sums over samples are partial sums per
+// `gradients`: one for each of the problem's tensors, and behind them of its inputs, null where it is not wanted. Sums over samples are partial sums per
 // thread, added in their order.
 void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel);

@@ -15,7 +15,7 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
       for (const Layer<T, S>& layer : run.layers) states.push_back(layer.make_states(run.samples, false, take));
     });
     run.for_blocks(task, [&](int64_t first, int64_t count) {
-      const T* x = read_rows<T, S>(problem.tensors[0], first, count, run.in, rows[1]);
+      const T* x = run.read_x(first, count, rows[1]);
       for (int64_t i = 0; i <= last; ++i) {
         T* to = i < last ? rows[i % 2] : output_rows<T, S>(y, first, run.out, rows[i % 2]);
         run.layers[i].forward(count, x, to, states[i], scratch);

@@ -39,6 +39,29 @@ template <class T, class S> struct Run {
     for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
   }
 
+  // Rows of x as T: where they lie, or, if they are converted or come from several tensors, brought together in `rows`.
+  const T* read_x(int64_t first, int64_t count, T* rows) const {
+    if (problem.inputs.empty()) return read_rows<T, S>(problem.tensors[0], first, count, in, rows);
+    T* to = rows;
+    for (size_t i = 0; i < problem.inputs.size(); ++i) {
+      const int64_t features = problem.layers[0]->inputs[i];
+      const S* from = static_cast<const S*>(problem.inputs[i]) + first * features;
+      for (int64_t n = 0; n < count; ++n) read(features, from + n * features, to + n * in);
+      to += features;
+    }
+    return rows;
+  }
+
+  // Rows of gradients of the inputs, of which some may not be wanted.
+  void write_inputs(void* const* gradients, int64_t first, int64_t count, const T* rows) const {
+    for (size_t i = 0; i < problem.inputs.size(); ++i) {
+      const int64_t features = problem.layers[0]->inputs[i];
+      S* to = static_cast<S*>(gradients[i]) + first * features;
+      for (int64_t n = 0; gradients[i] && n < count; ++n) write(features, rows + n * in, to + n * features);
+      rows += features;
+    }
+  }
+
   // f(first sample, count) for every block of a task
   template <class F> void for_blocks(int64_t task, F&& f) const {
     for (int64_t b = blocks * task / tasks; b < blocks * (task + 1) / tasks; ++b)

@@ -83,6 +83,29 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   return gradient;
 }
 
+// Elements of the weights of a chain that makes all gradients.
+int64_t check_weights(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights) {
+  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
+                  "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
+  int64_t count = 0;
+  for (const Contraction& c : chain.contractions) {
+    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+                    ", which was not given");
+    check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
+    count += chain.rank * c.weight_size();
+  }
+  return count;
+}
+
+// Gradients of weights, which lie side by side in one tensor.
+void add_parts(const Tensor& whole, const std::vector<Tensor>& weights, std::vector<Tensor>& gradients) {
+  int64_t from = 0;
+  for (const Tensor& weight : weights) {
+    gradients.push_back(part_like(whole, from, weight));
+    from += weight.numel();
+  }
+}
+
 // Of x and of a bias if they are wanted, bits 1 and 2, and of all weights, which lie side by side: by a plan for all of them
 // at once. A chain with a bias makes this one's as well, behind those, and leaves that of x out if it can.
 std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
@@ -91,18 +114,11 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   STD_TORCH_CHECK(chain.backward, "factorlayer: the chain should be contractions and \"backward\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "], a CUDA tensor");
-  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
-                  "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
   check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
   STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
   check_slabs(chain, x);
-  int64_t count = 0;
-  for (const Contraction& c : chain.contractions) {
-    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
-                    ", which was not given");
-    check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
-    count += chain.rank * c.weight_size();
-  }
+  STD_TORCH_CHECK(chain.inputs.empty(), "factorlayer: x is several tensors by \"inputs\", which this op does not take");
+  const int64_t count = check_weights(chain, x, weights);
   const bool of_x = wanted & 1, of_bias = wanted & 2;
   std::optional<Tensor> grad_x;
   if (of_x || !chain.bias) grad_x = new_matrix(x, x.size(0), chain.in_features());
@@ -112,11 +128,7 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   if (of_x) gradients.push_back(*grad_x);
   if (of_bias && chain.bias) gradients.push_back(part(others, count, {chain.out_features()}));
   if (of_bias && !chain.bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
-  count = 0;
-  for (const Tensor& weight : weights) {
-    gradients.push_back(part_like(others, count, weight));
-    count += weight.numel();
-  }
+  add_parts(others, weights, gradients);
   if (!x.size(0)) {
     torch::stable::zero_(others);
     return gradients;
@@ -132,6 +144,49 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
   params.weights[weights.size() + 1] = others.mutable_data_ptr();  // for a pass that makes x's as well
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, others.mutable_data_ptr());
+  return gradients;
+}
+
+// All gradients of a layer whose x is several tensors: theirs, then those of the weights, by one
+// plan. Behind the weights a kernel has grad_y, what it makes for a pass behind it, the inputs and their gradients.
+std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vector<Tensor>& inputs,
+                                          const std::vector<Tensor>& weights, const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(chain.backward && !chain.inputs.empty(),
+                  "factorlayer: the chain should be inputs, contractions and \"backward\"");
+  check_several(chain, inputs);
+  const Tensor& x = inputs[0];
+  const size_t first = weights.size() + 2, used = first + 2 * inputs.size();
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: inputs must be CUDA tensors, as the others are");
+  STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights, inputs and gradients of these at most, they are ", used);
+  const int64_t count = check_weights(chain, x, weights);
+  check(grad_y, x, x.size(0) * chain.out_features(), "grad_y");
+  STD_TORCH_CHECK(grad_y.dim() == 2, "factorlayer: grad_y must be [batch, ", chain.out_features(), "]");
+  std::vector<Tensor> gradients;
+  for (const Tensor& input : inputs) gradients.push_back(new_matrix(x, x.size(0), input.size(1)));
+  Tensor others = new_matrix(x, 1, count);
+  add_parts(others, weights, gradients);
+  if (!x.size(0)) {
+    torch::stable::zero_(others);
+    return gradients;
+  }
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + inputs.size() + 3);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params{};
+  params.batch = x.size(0);
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = address(grad_y);
+  params.weights[weights.size() + 1] = others.mutable_data_ptr();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    params.weights[first + i] = address(inputs[i]);
+    params.weights[first + inputs.size() + i] = gradients[i].mutable_data_ptr();
+  }
+  params.x = params.weights[first];
+  params.y = gradients[0].mutable_data_ptr();
   run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, others.mutable_data_ptr());
   return gradients;
 }
@@ -181,5 +236,6 @@ STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
   m.impl("slopes", TORCH_BOX(&factorlayer::slopes_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
+  m.impl("inputs_gradients", TORCH_BOX(&factorlayer::inputs_gradients_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));
 }

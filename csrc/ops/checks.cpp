@@ -18,6 +18,7 @@ void check_slabs(const Chain& chain, const Tensor& x) {
 
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
 void check_x(const Chain& chain, const Tensor& x) {
+  STD_TORCH_CHECK(chain.inputs.empty(), "factorlayer: x is several tensors by \"inputs\", which this op does not take");
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "]");
   check_slabs(chain, x);
@@ -52,20 +53,41 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
   check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
 }
 
-void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors) {
+void check_several(const Chain& chain, const std::vector<Tensor>& inputs) {
+  STD_TORCH_CHECK(!inputs.empty() && inputs.size() == chain.inputs.size(), "factorlayer: x is ", chain.inputs.size(),
+                  " tensors by the chain's \"inputs\", ", inputs.size(), " were given");
+  const Home home(inputs[0]);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const int64_t rows = inputs[i].dim() == 2 ? inputs[0].size(0) : 0;
+    check(inputs[i], home, rows * chain.inputs[i], "an input");
+    STD_TORCH_CHECK(inputs[i].dim() == 2 && inputs[i].size(0) == rows && inputs[i].size(1) == chain.inputs[i],
+                    "factorlayer: an input must be [", rows, ", ", chain.inputs[i], "]");
+  }
+}
+
+// Of all layers, but for x.
+static void check_tensors(const Stack& stack, const Home& home, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(!stack.backward && !stack.states && !stack.frozen,
                   "factorlayer: a stack with \"backward\", \"states\" or \"frozen\" is no text for this op; leave that word out");
   size_t count = 0;
   for (const Chain& layer : stack.layers) count += layer.weights() + layer.bias;
   STD_TORCH_CHECK(tensors.size() == count, "factorlayer: the layers of the stack have ", count, " weights and biases, ",
                   tensors.size(), " were given");
-  check_x(stack.layers.front(), x);
   const Tensor* at = tensors.data();
-  const Home home(x);
   for (const Chain& layer : stack.layers) {
     check_layer(layer, home, at, layer.weights(), layer.bias ? at + layer.weights() : nullptr);
     at += layer.weights() + layer.bias;
   }
+}
+
+void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors) {
+  check_x(stack.layers.front(), x);
+  check_tensors(stack, x, tensors);
+}
+
+void check_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors) {
+  check_several(stack.layers.front(), inputs);
+  check_tensors(stack, inputs[0], tensors);
 }
 
 // Whether the tensor has the elements of all layers' tensors, side by side, and bytes of prepared weights behind them.

@@ -23,6 +23,12 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
 
 void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors);
 
+// Whether x is the tensors that the chain says, side by side.
+void check_several(const Chain& chain, const std::vector<Tensor>& inputs);
+
+// The same of an x that is several tensors.
+void check_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors);
+
 // Whether the tensor has the elements of all layers' tensors, side by side, and bytes of prepared weights behind them.
 void check_values(const Stack& stack, const Tensor& frozen, int64_t prepared);
 

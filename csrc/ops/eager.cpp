@@ -71,7 +71,8 @@ bool is_plain(const Given& t, const Given& x, int64_t elements) {
 // Whether they are x, weights and a bias of the chain, or x is as wide as y.
 bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   const Given& x = tensors[0];
-  if (given != 1 + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
+  if (given != 1 + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned || !chain.inputs.empty())
+    return false;
   if (x.dimensions != 2 || !x.sizes[0] || !is_plain(x, x, x.sizes[0] * chain.in_features())) return false;
   const size_t count = chain.contractions.size();
   for (const Contraction& c : chain.contractions) {

@@ -10,19 +10,30 @@
 namespace factorlayer {
 namespace {
 
-Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
-                    const Text& text) {
-  const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  check_inputs(chain, x, weights, bias);
-  STD_TORCH_CHECK(weights.size() <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
-                  " weights at most, the chain has ", weights.size());
+// Where kernels find what x is, if it is several tensors: as weights from the `first` on.
+cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, size_t first, cuda::Params& params,
+                      std::vector<Tensor>& kept) {
+  cuda::Rows rows{first, {}};
+  for (size_t i = 0; i < chain.inputs.size(); ++i) {
+    params.weights[first + i] = kept.emplace_back(aligned(as_contiguous(inputs[i]))).const_data_ptr();
+    rows.bytes.push_back(chain.inputs[i] * int64_t(inputs[i].element_size()));
+  }
+  return rows;
+}
+
+// Of x, or of the tensors that it is.
+Tensor run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const std::vector<Tensor>& weights,
+                 const std::optional<Tensor>& bias, const Text& text) {
+  const Tensor& x = inputs[0];
+  const size_t first = weights.size() + 1, used = chain.inputs.empty() ? weights.size() : first + inputs.size();
+  STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights and inputs at most, the chain has ", used);
   const int64_t batch = x.size(0);
   Tensor y = new_matrix(x, batch, chain.out_features());
   if (!batch) return y;
 
   std::vector<Tensor> kept;
-  kept.reserve(weights.size() + 5);
+  kept.reserve(weights.size() + inputs.size() + 5);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params;
   params.x = address(x);
@@ -31,23 +42,35 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   if (weights.size() < cuda::MAX_WEIGHTS) params.weights[weights.size()] = params.bias;  // where a stack's layer has it
-  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept);
+  const cuda::Rows rows = add_inputs(chain, inputs, first, params, kept);
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, nullptr, nullptr, rows);
   return y;
 }
 
+Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                    const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_inputs(chain, x, weights, bias);
+  return run_chain(chain, {x}, weights, bias, text);
+}
+
 // Of layers that one kernel takes, as the planner knows: what the last one makes, or what each does.
-std::vector<Tensor> run_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>& tensors, const Text& text,
-                               bool states) {
-  const size_t first = states ? 0 : stack.layers.size() - 1, used = tensors.size() + stack.layers.size() - 1 - first;
+std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors,
+                               const Text& text, bool states) {
+  const Chain& chain = stack.layers.front();
+  const Tensor& x = inputs[0];
+  const size_t first = states ? 0 : stack.layers.size() - 1;
+  const size_t used = tensors.size() + stack.layers.size() - 1 - first + chain.inputs.size();
   STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
-                  " weights, biases and states at most, the stack has ", used);
+                  " weights, biases, states and inputs at most, the stack has ", used);
   const int64_t batch = x.size(0);
   std::vector<Tensor> made;
   for (size_t i = first; i < stack.layers.size(); ++i) made.push_back(new_matrix(x, batch, stack.layers[i].out_features()));
   if (!batch) return made;
 
   std::vector<Tensor> kept;
-  kept.reserve(tensors.size() + 4);
+  kept.reserve(tensors.size() + inputs.size() + 4);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params{};
   params.x = address(x);
@@ -55,21 +78,33 @@ std::vector<Tensor> run_layers(const Stack& stack, const Tensor& x, const std::v
   params.batch = batch;
   for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
   for (size_t i = 0; i + 1 < made.size(); ++i) params.weights[tensors.size() + i] = made[i].mutable_data_ptr();
-  run_on_cuda(text, &find_stack(text.value), x, x.size(1), stack.layers.back().out_features(), params, kept);
+  const cuda::Rows rows = add_inputs(chain, inputs, used - chain.inputs.size(), params, kept);
+  const int64_t out = stack.layers.back().out_features();
+  run_on_cuda(text, &find_stack(text.value), x, x.size(1), out, params, kept, nullptr, nullptr, rows);
   return made;
 }
 
 // Of a stack that one kernel takes, or of a single layer.
+Tensor run_stack(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& text) {
+  if (stack.layers.size() > 1) return run_layers(stack, inputs, tensors, text, false).back();
+  const bool has_bias = stack.layers[0].bias;  // a chain's plan
+  const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
+  return run_chain(find_chain(text.value), inputs, {tensors.begin(), tensors.end() - has_bias}, bias, text);
+}
+
 Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_layers(stack, x, tensors);
-  if (stack.layers.size() == 1) {  // whose plan is a chain's
-    const bool has_bias = stack.layers[0].bias;
-    const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
-    return forward_cuda(x, {tensors.begin(), tensors.end() - has_bias}, bias, text);
-  }
-  return run_layers(stack, x, tensors, text, false).back();
+  return run_stack(stack, {x}, tensors, text);
+}
+
+// Of an x that is several tensors.
+Tensor inputs_forward_cuda(const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& text) {
+  const Stack& stack = find_stack(text.value);
+  STD_TORCH_CHECK(!inputs.empty() && inputs[0].is_cuda(), "factorlayer: inputs must be CUDA tensors, as the others are");
+  check_layers(stack, inputs, tensors);
+  return run_stack(stack, inputs, tensors, text);
 }
 
 // What each layer makes, of a stack that one kernel takes.
@@ -77,7 +112,7 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_layers(stack, x, tensors);
-  return run_layers(stack, x, tensors, Text{text.value + " | states"}, true);
+  return run_layers(stack, {x}, tensors, Text{text.value + " | states"}, true);
 }
 
 // Of a frozen stack: bytes that the plans of all classes of batches need for prepared weights, and those before one's.
@@ -154,6 +189,7 @@ Tensor stack_frozen_cuda(const Tensor& x, const Tensor& frozen, const Text& text
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
+  m.impl("inputs_forward", TORCH_BOX(&factorlayer::inputs_forward_cuda));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("stack_states", TORCH_BOX(&factorlayer::stack_states_cuda));
   m.impl("stack_prepare", TORCH_BOX(&factorlayer::stack_prepare_cuda));

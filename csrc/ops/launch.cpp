@@ -66,7 +66,7 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
 }
 
 void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t in, int64_t out, const cuda::Params& params,
-                 std::vector<Tensor>& kept, void* second, void* prepared) {
+                 std::vector<Tensor>& kept, void* second, void* prepared, const cuda::Rows& rows) {
   const cuda::PlanKey key{chain, dtype_of(x), cuda::batch_class(params.batch), x.get_device_index()};
   const cuda::Program& program = program_of(key, text.value);
   const cuda::Device& device = cuda::find_device(key.device);
@@ -81,7 +81,7 @@ void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t i
   const cuda::ContextScope scope(device);
   const int64_t bytes = bytes_of(key.dtype);
   const cuda::Part part = prepared ? cuda::Part::samples : cuda::Part::all;
-  cuda::run(program, part, in * bytes, out * bytes, device, params, scratch, second, current_stream(key.device));
+  cuda::run(program, part, in * bytes, out * bytes, device, params, scratch, second, current_stream(key.device), rows);
 }
 
 }  // namespace factorlayer

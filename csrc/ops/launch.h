@@ -32,9 +32,9 @@ const cuda::Program& program_of(const cuda::PlanKey& key, const std::string& cha
 // Runs the plan of a text on params, whose x, y and weights are there, and of x's dtype and device. `chain` is what
 // find_chain or find_stack made of it, `in` and `out` the features of x and y. `kept` are tensors that it needs until its
 // kernels are launched, after which PyTorch's streams keep them. `prepared` is what passes that read weights alone have
-// made, if they have run.
+// made, if they have run; `rows` are weights that have some.
 void run_on_cuda(const Text& text, const void* chain, const Tensor& x, int64_t in, int64_t out, const cuda::Params& params,
-                 std::vector<Tensor>& kept, void* second = nullptr, void* prepared = nullptr);
+                 std::vector<Tensor>& kept, void* second = nullptr, void* prepared = nullptr, const cuda::Rows& rows = {});
 
 // A part of a tensor of one row
 inline Tensor part(const Tensor& whole, int64_t first, const std::vector<int64_t>& sizes) {

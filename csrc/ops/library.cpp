@@ -1,12 +1,16 @@
 // The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
-// weights that stay as they are, stack_prepare and stack_frozen; for a recurrence, recurrence and recurrence_backward; for a
-// decoder's step, decode, draw and few; and questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, recurrent_ops.py,
+// weights that stay as they are, stack_prepare and stack_frozen; of an x that is several tensors side by side inputs_forward,
+// inputs_backward and, on a GPU, inputs_gradients; for a recurrence, recurrence and recurrence_backward; for a decoder's step, decode,
+// draw and few; and questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, input_ops.py, recurrent_ops.py,
 // decode_ops.py, stacks/frozen.py and exported graphs.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
+  m.def("inputs_forward(Tensor[] inputs, Tensor[] tensors, str stack) -> Tensor");
+  m.def("inputs_backward(Tensor grad_y, Tensor[] inputs, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");
+  m.def("inputs_gradients(Tensor grad_y, Tensor[] inputs, Tensor[] weights, str chain) -> Tensor[]");
   m.def("stack_forward(Tensor x, Tensor[] tensors, str stack) -> Tensor");
   m.def("stack_states(Tensor x, Tensor[] tensors, str stack) -> Tensor[]");
   m.def("stack_prepare(Tensor values, str stack) -> Tensor");

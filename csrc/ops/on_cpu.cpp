@@ -37,7 +37,7 @@ namespace {
 
 // A call's tensors, checked, as the kernels take them.
 struct Call {
-  std::vector<Tensor> tensors;  // x, then each layer's weights and bias
+  std::vector<Tensor> tensors;  // x, then each layer's weights and bias, then what x is, if it is several
   cpu::Problem problem;
 
   Call(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias, const Chain& chain) {
@@ -53,6 +53,17 @@ struct Call {
     check_layers(stack, x, given);
     for (const Chain& layer : stack.layers) append(layer);
     for (const Tensor& tensor : given) append(tensor);
+  }
+
+  // Of an x that is several tensors, the first of which stands where x would.
+  Call(const std::vector<Tensor>& inputs, const std::vector<Tensor>& given, const Stack& stack) {
+    STD_TORCH_CHECK(!inputs.empty(), "factorlayer: x is no tensor at all");
+    begin(inputs[0], inputs.size() + given.size() + 1);
+    check_layers(stack, inputs, given);
+    for (const Chain& layer : stack.layers) append(layer);
+    for (const Tensor& tensor : given) append(tensor);
+    for (const Tensor& input : inputs)
+      problem.inputs.push_back(tensors.emplace_back(as_contiguous(input)).const_data_ptr());
   }
 
   // With the tensors of all layers in one.
@@ -153,12 +164,30 @@ Tensor stack_frozen(const Tensor& x, const Tensor& frozen, const Text& stack) {
   return forward_of(Call(x, frozen, find_stack(stack.value)));
 }
 
+// The same of an x that is several tensors: `wanted` has places in (*inputs, *tensors).
+Tensor inputs_forward(const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& stack) {
+  return forward_of(Call(inputs, tensors, find_stack(stack.value)));
+}
+
+std::vector<Tensor> inputs_backward(const Tensor& grad_y, const std::vector<Tensor>& inputs,
+                                    const std::vector<Tensor>& tensors, const Text& stack,
+                                    const std::vector<int64_t>& wanted) {
+  const Call call(inputs, tensors, find_stack(stack.value));
+  check_wanted(wanted, inputs.size() + tensors.size() - 1);
+  std::vector<int64_t> places;
+  const int64_t count = int64_t(inputs.size());
+  for (int64_t place : wanted) places.push_back(place < count ? 1 + int64_t(tensors.size()) + place : 1 + place - count);
+  return run_backward(call, grad_y, places);
+}
+
 }  // namespace
 }  // namespace factorlayer
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CPU, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward));
   m.impl("backward", TORCH_BOX(&factorlayer::backward));
+  m.impl("inputs_forward", TORCH_BOX(&factorlayer::inputs_forward));
+  m.impl("inputs_backward", TORCH_BOX(&factorlayer::inputs_backward));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward));
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward));
   m.impl("stack_frozen", TORCH_BOX(&factorlayer::stack_frozen));

@@ -171,13 +171,15 @@ struct Maps {
 };
 
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
-         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream) {
+         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream, const Rows& rows) {
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
   const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
   Params given = params;
   given.sums = scratch[SUMS];
   for (int64_t first = 0; first < batch; first += chunk) {
     given.batch = std::min(chunk, batch - first);
+    for (size_t i = 0; i < rows.bytes.size(); ++i)
+      given.weights[rows.first + i] = static_cast<const char*>(params.weights[rows.first + i]) + first * rows.bytes[i];
     for (size_t i = 0; i < program.functions.size(); ++i) {
       const Pass& pass = program.plan.passes[i];
       if (part == (pass.in == Pass::none ? Part::samples : Part::weights)) continue;

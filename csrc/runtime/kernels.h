@@ -78,10 +78,16 @@ std::vector<std::future<Cubin>> cubins_of(const std::vector<Pass>& passes);
 // Passes that read weights alone, or those that read x, or both.
 enum class Part { weights, samples, all };
 
+// Weights from `first` on that have rows, one for each sample, of so many bytes.
+struct Rows {
+  size_t first = 0;
+  std::vector<int64_t> bytes;
+};
+
 // Launches a plan's passes, chunk by chunk. params.x, y and batch are those of the whole call, whose rows have x_row and y_row
-// bytes; buffers of `scratch` hold min(batch, chunk) samples, but for that of sums, and `second` is the second output. The
+// bytes, as have those weights; buffers of `scratch` hold min(batch, chunk) samples, but for that of sums, and `second` is the second output. The
 // device's context is current.
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
-         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream);
+         void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream, const Rows& rows = {});
 
 }  // namespace factorlayer::cuda

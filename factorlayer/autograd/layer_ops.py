@@ -509,17 +509,17 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     of_classes = [us_of(batch) for batch in BATCHES]
     ops = torch.ops.factorlayer
     return Ops(
-        _explaining(ops.forward.default._op),
-        _explaining(ops.weight_gradient.default._op),
-        _explaining(ops.gradients.default._op),
-        _explaining(ops.slopes.default._op),
+        explaining(ops.forward.default._op),
+        explaining(ops.weight_gradient.default._op),
+        explaining(ops.gradients.default._op),
+        explaining(ops.slopes.default._op),
         fits,
         fits_few=fits_few,
         us=lambda batch: of_classes[class_of_batch(batch)],
     )
 
 
-def _explaining(op: Callable[..., Any]) -> Callable[..., Any]:
+def explaining(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op, which raises CompileError where a kernel cannot be had."""
 
     def run(first: Tensor, *rest: Any) -> Any:

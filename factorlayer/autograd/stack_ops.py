@@ -336,7 +336,9 @@ class _Stack(Function):
         saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
         states, given = saved[: ctx.states], saved[ctx.states :]
         if torch.is_grad_enabled() or many:
-            found = iter(_differentiable_backward(ctx.text.removesuffix(STATES), wanted, grad_y, *given))
+            layers = ctx.text.removesuffix(STATES)
+            forward = functools.partial(by_torch, layers)
+            found = iter(differentiable_backward(forward, wanted, grad_y, given))
         elif states:
             found = iter(_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
         else:
@@ -348,12 +350,13 @@ class _Stack(Function):
 _apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in layer_ops.py
 
 
-def _differentiable_backward(text: str, wanted: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The backward pass by PyTorch's operations, which it can differentiate again."""
-    grad_y, *rest = tensors
+def differentiable_backward(
+    forward: Callable[..., Tensor], wanted: tuple[int, ...], grad_y: Tensor, given: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The backward pass of a function by PyTorch's operations, which it can differentiate again."""
     with torch.enable_grad():
-        leaves = [t.view_as(t) for t in rest]  # one that stands at two places has a gradient for each
-        y = _by_torch(text, *leaves)
+        leaves = [t.view_as(t) for t in given]  # one that stands at two places has a gradient for each
+        y = forward(*leaves)
     if not y.requires_grad:  # a step's
         return tuple(torch.zeros_like(leaves[place]) for place in wanted)
     return torch.autograd.grad(
@@ -368,7 +371,7 @@ def _by_layers(
     return backward(grad_y, x, states, tensors, text, wanted)
 
 
-def _by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
+def by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
     """The stack by operations that PyTorch can differentiate."""
     at = 0
     for layer in _layers(text):

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from factorlayer.activations.expression import check_activation
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -21,10 +21,12 @@ MOST_TEXT = 1 << 22  # bytes
 MOST_CONTRACTIONS = 4096  # of a chain
 MOST_LAYERS = 4096  # of a stack
 MOST_ELEMENTS = 1 << 48  # of a tensor or state
+MOST_INPUTS = 4096  # tensors that x is
 NUMBERS = {
     "tied": 5, "untied": 5, "rank": 1, "turned": 0, "bias": 0, "slope": 1, "through": 1, "sums": 1,
     "gradient": 0, "backward": 0, "turn": 3, "mixed": 3, "slabs": 1, "tf32": 0,
 }  # fmt: skip
+INPUTS = "inputs"  # behind which any number of numbers stands
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Chain:
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
     sums: int = 0  # features of x, if it is these, over all samples, that are made
+    inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
     def __post_init__(self) -> None:
-        stages = [f"rank {self.rank}"] if self.rank > 1 else []
+        stages = [" ".join(map(str, (INPUTS, *self.inputs)))] if self.inputs else []
+        stages += [f"rank {self.rank}"] if self.rank > 1 else []
         stages += ["turned"] if self.x_turned else []
         for c in self.contractions:
             stages.append(f"{'tied' if c.tied else 'untied'} {c.weight} {c.outer} {c.p} {c.q} {c.inner}")
@@ -97,11 +101,14 @@ class Chain:
     @staticmethod
     def _read(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
+        inputs: tuple[int, ...] = ()
         gradient = backward = x_turned = tf32 = False
         turn, mixed, slabs, slope, through, sums = None, None, 0, 0, 0, 0
         for name, *words in (stage.split(" ") for stage in text.split("; ")):
             numbers = _numbers(name, words)
-            if name in ("tied", "untied"):
+            if name == INPUTS:
+                inputs = tuple(numbers)
+            elif name in ("tied", "untied"):
                 weight, outer, p, q, inner = numbers
                 contractions.append(Contraction(weight, outer, p, q, inner, tied=name == "tied"))
             elif name == "rank":
@@ -134,8 +141,11 @@ class Chain:
                 check_activation(name)
                 activation = name
         _check_sizes(contractions, rank)
-        stages = (rank, bias, activation, gradient, backward, x_turned, turn, mixed, slabs, tf32, slope, through, sums)
-        return Chain(tuple(contractions), *stages)
+        further = (turn, mixed, slabs, tf32, slope, through, sums, inputs)
+        chain = Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, *further)
+        if inputs and sum(inputs) != chain.in_features:
+            raise ValueError(f"its inputs have {sum(inputs)} features, the chain takes {chain.in_features}")
+        return chain
 
     @property
     def parameters(self) -> int:
@@ -158,6 +168,11 @@ class Chain:
             return self.slope or self.through or self.sums or math.prod(self.turn or ())
         c = self.contractions[0]
         return c.outer * c.p * c.inner
+
+    @property
+    def alone(self) -> Chain:
+        """The same of an x that is one tensor."""
+        return replace(self, inputs=()) if self.inputs else self
 
     @property
     def is_dense(self) -> bool:
@@ -215,6 +230,8 @@ def _shown(text: str) -> str:
 
 def _numbers(name: str, words: Sequence[str]) -> list[int]:
     count = NUMBERS.get(name, 0)
+    if name == INPUTS:
+        count = min(max(1, len(words)), MOST_INPUTS)
     if len(words) != count or not all(map(_NUMBER.fullmatch, words)):
         raise ValueError(f"{_shown(name)} should have {count} whole numbers behind it")
     numbers = list(map(int, words))

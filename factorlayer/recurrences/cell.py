@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor, nn
 
 from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.autograd.inputs import dense_product
 from factorlayer.functional import run
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import to_dense
@@ -88,18 +89,19 @@ class Cell:
         return of_inputs + F.pad(of_states[:both], (0, self.hidden)), of_states[both:]
 
     def gates(
-        self, rows: Tensor, parameters: Parameters, bias: Tensor | None, implementation: str, who: str
+        self, rows: Sequence[Tensor], parameters: Parameters, bias: Tensor | None, implementation: str, who: str
     ) -> list[Tensor]:
         """What the inputs of all rows, and a bias [3 · hidden], bring to the gates: [rows, hidden] of each, or
-        [rows, 3 · hidden] of dense ones, which are one product."""
+        [rows, 3 · hidden] of dense ones, which are one product. Several tensors are rows side by side."""
         gains = parameters.get(f"norm_ih{self.suffix}")
         added = None if gains is not None else bias
         if is_dense(self.inputs):
-            made = [F.linear(rows, parameters[f"weight_ih{self.suffix}"], added)]
+            made = [dense_product(rows, parameters[f"weight_ih{self.suffix}"], added)]
         else:
             biases = [None] * GATES if added is None else added.chunk(GATES)
             each = zip(self.weights("ih", parameters), biases, strict=True)
-            made = [run(self.inputs, self.chain, rows, weights, b, implementation, who) for weights, b in each]
+            x = rows[0] if len(rows) == 1 else list(rows)
+            made = [run(self.inputs, self.chain, x, weights, b, implementation, who) for weights, b in each]
         if gains is None:
             return made
         both, candidate = torch.cat(made, dim=1).split([2 * self.hidden, self.hidden], dim=1)

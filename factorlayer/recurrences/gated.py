@@ -16,6 +16,7 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, scalars
 from factorlayer.autograd import recurrent_ops
+from factorlayer.autograd.inputs import check_alike
 from factorlayer.autograd.layer_ops import transforms_active
 from factorlayer.autograd.record import Record, Recorded, record_of
 from factorlayer.autograd.runtime import CompileError
@@ -208,8 +209,10 @@ class Gated(Recorded):
                 f"{self._who}: input should be a floating-point tensor, it is {x.dtype}; convert it with input.float()"
             )
 
-    def _given(self, x: Tensor, hx: Tensor | None) -> tuple[Tensor, Tensor | None, dict[str, Tensor], list[Tensor]]:
-        """Input, state, parameters by their names and those of the activation, in autocast's dtype if there is one."""
+    def _given(
+        self, rows: Sequence[Tensor], hx: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None, dict[str, Tensor], list[Tensor]]:
+        """Inputs, state, parameters by their names and those of the activation, in autocast's dtype if there is one."""
         names = self._names
         try:  # an attribute of a module takes ten times as long as an entry of a dict
             tensors: list[Tensor] = [self._parameters[name] for name in names]  # type: ignore[misc]
@@ -217,8 +220,12 @@ class Gated(Recorded):
             tensors = [getattr(self, name) for name in names]
         further = scalars(self.activation, self._scalar_names) if self._scalar_names else []
         if any_autocast():
-            x, tensors, hx = autocast(x, [*tensors, *further], hx)  # type: ignore[assignment]
+            rows = [autocast(x, (), None)[0] for x in rows]
+            _, tensors, hx = autocast(rows[0], [*tensors, *further], hx)  # type: ignore[assignment]
             tensors, further = tensors[: len(names)], tensors[len(names) :]
+        if len(rows) > 1:
+            check_alike(self._who, rows, "input")
+        x = rows[0]
         parameters = dict(zip(names, tensors, strict=True))
         for name, tensor in [*parameters.items(), *([] if hx is None else [("hx", hx)])]:
             if tensor.dtype != x.dtype:
@@ -231,7 +238,7 @@ class Gated(Recorded):
                     f"{self._who}: input and {name} should be on one device, input is on {x.device} and {name} on "
                     f"{tensor.device}"
                 )
-        return x, hx, parameters, further
+        return list(rows), hx, parameters, further
 
     def _initial(self, cell: Cell, sequences: int, x: Tensor, parameters: Parameters) -> Tensor:
         """Where a sequence begins of which no state is given."""
@@ -242,7 +249,7 @@ class Gated(Recorded):
     def _states(
         self,
         cell: Cell,
-        rows: Tensor,
+        rows: Sequence[Tensor],
         initial: Tensor,
         restart: Tensor | None,
         starts: Tensor | None,
@@ -262,7 +269,7 @@ class Gated(Recorded):
             except CompileError as error:
                 if self.implementation == "fused":
                     raise
-                self._give_up(rows, error)
+                self._give_up(rows[0], error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
         tensors = gates, initial, weights, bias, starts, walk

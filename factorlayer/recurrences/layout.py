@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from factorlayer.autograd.inputs import Input, are_several, checked
 from factorlayer.maths.steps import Walk
 
 
 class Layout(NamedTuple):
     """A row for each step of each sequence, and how the user sees them."""
 
-    rows: Tensor  # [rows, features]
+    rows: list[Tensor]  # [rows, features], or several that are these side by side
     walk: Walk
     shape: tuple[int, ...]  # of the output, but for its features
     packed: PackedSequence | None = None
@@ -23,8 +25,43 @@ class Layout(NamedTuple):
 
 
 def layout_of(
-    who: str, x: Tensor | PackedSequence, batch_first: bool, cu_seqlens: Tensor | None, max_seqlen: int | None
+    who: str,
+    x: Input | PackedSequence | Sequence[PackedSequence],
+    features: int,
+    batch_first: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
 ) -> Layout:
+    """Of an input, or of a list of them as if they were concatenated along their `features`."""
+    if isinstance(x, PackedSequence) or not are_several(x):
+        return _of_one(who, x, batch_first, cu_seqlens, max_seqlen)
+    if any(isinstance(each, PackedSequence) for each in x):
+        packed = _packed_alike(who, x)
+        data = checked(who, [each.data for each in packed], features, "input_size", "input")
+        return _of_one(who, packed[0], batch_first, cu_seqlens, max_seqlen)._replace(rows=data)
+    inputs = checked(who, x, features, "input_size", "input")
+    layout = _of_one(who, inputs[0], batch_first, cu_seqlens, max_seqlen)
+    count = layout.rows[0].shape[0]
+    return layout._replace(rows=[each.reshape(count, each.shape[-1]) for each in inputs])
+
+
+def _packed_alike(who: str, given: Sequence[Any]) -> list[PackedSequence]:
+    """Whether all are, and of the same sequences."""
+    first = next(each for each in given if isinstance(each, PackedSequence))
+    for i, each in enumerate(given):
+        if not isinstance(each, PackedSequence):
+            kind = type(each).__name__
+            raise TypeError(
+                f"{who}: input should be a list of tensors or of PackedSequences, input[{i}] is of the type {kind}"
+            )
+        own, order = each.sorted_indices, first.sorted_indices
+        in_order = own is order or (own is not None and order is not None and torch.equal(own, order))
+        if not in_order or not torch.equal(each.batch_sizes, first.batch_sizes):
+            raise ValueError(f"{who}: the PackedSequences of input should have the same lengths, input[{i}] has others")
+    return list(given)
+
+
+def _of_one(who: str, x: Any, batch_first: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
     if isinstance(x, PackedSequence):
         if cu_seqlens is not None:
             raise ValueError(f"{who}: cu_seqlens was given beside a PackedSequence, which has its own lengths")
@@ -36,9 +73,9 @@ def layout_of(
             raise ValueError(
                 f"{who}: input should be [total, input_size] with cu_seqlens, it has the shape {tuple(x.shape)}"
             )
-        return Layout(x, _walk_of(who, cu_seqlens, max_seqlen, x), (x.shape[0],))
+        return Layout([x], _walk_of(who, cu_seqlens, max_seqlen, x), (x.shape[0],))
     if x.dim() == 2:
-        return Layout(x, Walk(1, x.shape[0], x.shape[0], 1), (x.shape[0],), alone=True)
+        return Layout([x], Walk(1, x.shape[0], x.shape[0], 1), (x.shape[0],), alone=True)
     if x.dim() != 3:
         axes = "[batch, steps, input_size]" if batch_first else "[steps, batch, input_size]"
         raise ValueError(
@@ -47,7 +84,7 @@ def layout_of(
         )
     first, second, features = x.shape
     walk = Walk(first, second, second, 1) if batch_first else Walk(second, first, 1, second)
-    return Layout(x.reshape(first * second, features), walk, (first, second))
+    return Layout([x.reshape(first * second, features)], walk, (first, second))
 
 
 def _of_packed(x: PackedSequence) -> Layout:
@@ -55,11 +92,11 @@ def _of_packed(x: PackedSequence) -> Layout:
     data, sizes = x.data, x.batch_sizes
     sequences, steps, shape = int(sizes[0]), len(sizes), (data.shape[0],)
     if int(sizes[-1]) == sequences:
-        return Layout(data, Walk(sequences, steps, 1, sequences), shape, x)
+        return Layout([data], Walk(sequences, steps, 1, sequences), shape, x)
     lengths = torch.searchsorted(-sizes, -torch.arange(1, sequences + 1), right=True)  # sizes descend
     offsets = sizes.cumsum(0) - sizes
     walk = Walk(sequences, steps, 1, 0, None, lengths.to(data.device), offsets.to(data.device))
-    return Layout(data, walk, shape, x)
+    return Layout([data], walk, shape, x)
 
 
 def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> Walk:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
+from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import missing_extension, raise_better, runs_in_tf32, transforms_active
 from factorlayer.autograd.stack_ops import (
     Stack,
@@ -71,7 +72,7 @@ class Frozen:
         with torch.inference_mode(False), torch.no_grad():
             self._take(function(self.values))
 
-    def run(self, x: Tensor, implementation: str) -> Tensor | None:
+    def run(self, x: Input, implementation: str) -> Tensor | None:
         """x [..., in] -> [..., out] by one call, or None where something else has to be done: gradients, say."""
         # A microsecond in here is a tenth of a call: no look at a thing that costs more than what follows from it.
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):

@@ -16,6 +16,8 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import activation_of, scalars
+from factorlayer.autograd.input_ops import fused_inputs, of_inputs
+from factorlayer.autograd.inputs import Input, are_several, check_alike, checked, concatenated
 from factorlayer.autograd.layer_ops import any_requires_grad, explain_shards, runs_in_tf32
 from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, is_hopper
@@ -96,9 +98,11 @@ _OF_PYTORCH = ("DTensor", "FakeTensor", "FunctionalTensor")
 
 
 def run_stack(
-    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+    stack: Stack, layers: Sequence[Layer], x: Input, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
     """The result of all layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    if are_several(x):
+        return _of_inputs(stack, layers, x, tensors, implementation, who)
     if len(layers) > 1 and implementation in ("auto", "fused"):
         try:
             if x.dim():
@@ -133,6 +137,46 @@ def run_stack(
                 return y
             raise
     return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def _of_inputs(
+    stack: Stack,
+    layers: Sequence[Layer],
+    given: Input,
+    tensors: Sequence[Tensor],
+    implementation: str,
+    who: Sequence[str],
+) -> Tensor:
+    """All layers on tensors [..., features of each] side by side: on a CPU as one, on a GPU the first one apart from
+    the others, unless these are dense, which are faster together on what is concatenated."""
+    first = layers[0]
+    if len(layers) == 1:
+        return _one_by_one(layers, given, tensors, implementation, who)
+    inputs = checked(who[0], given, first.spec.in_features, "in_features")
+    x, cast = inputs[0], tensors
+    if any_autocast():
+        _, cast, _ = autocast(x, tensors, None)
+        inputs = [autocast(each, (), None)[0] for each in inputs]
+        x = inputs[0]
+    check_alike(who[0], inputs)
+    some = [each for each in inputs if each.shape[-1]]
+    at_once = x.is_cpu and len(some) == len(inputs) > 1 and implementation in ("auto", "fused")
+    if at_once and why_no_stack(x) is None and all(t.dtype == x.dtype and t.device == x.device for t in cast):
+        recorded = torch.is_grad_enabled() and any_requires_grad(x, None, [*inputs, *cast])
+        left = why_auto_is_not_stacked(stack, x) if implementation == "auto" else None
+        if left is None and implementation == "auto" and choices.TABLE:
+            batch = x.numel() // x.shape[-1]
+            left = why_measured_batched(stack.text_for(x), x, batch, recorded)
+        if left is None and runs(stack, x, recorded):
+            several = of_inputs(first.chain, tuple(each.shape[-1] for each in inputs))
+            text = Stack((several, *(layer.chain for layer in layers[1:]))).text_for(x)
+            y = fused_inputs(text, [each.reshape(-1, each.shape[-1]) for each in inputs], cast, recorded)
+            return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+    if x.is_cuda and first.chain.is_dense:
+        return run_stack(stack, layers, concatenated(inputs), tensors, implementation, who)
+    y = _one_by_one(layers[:1], inputs, tensors[: first.tensors], implementation, who[:1])
+    rest = Stack(stack.layers[1:])
+    return run_stack(rest, layers[1:], y, tensors[first.tensors :], implementation, who[1:])
 
 
 def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:
@@ -185,15 +229,17 @@ def _run_by_run(
 
 
 def _one_by_one(
-    layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+    layers: Sequence[Layer], x: Input, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
     at = 0
     for layer, name in zip(layers, who, strict=True):
         end = at + layer.tensors
         bias = tensors[end - 1] if layer.chain.bias else None
-        way = "batched" if implementation == "fused" and is_left_to_cublas(layer.chain, x) else implementation
+        left = implementation == "fused" and is_left_to_cublas(layer.chain, x[0] if are_several(x) else x)
+        way = "batched" if left else implementation
         x = run(layer.spec, layer.chain, x, tensors[at : end - layer.chain.bias], bias, way, name)
         at = end
+    assert isinstance(x, Tensor)
     return x
 
 
@@ -251,7 +297,7 @@ class LayerStack(nn.Module):
         super().__setstate__(state)
         self._look()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         frozen = self.frozen
         if frozen is not None:
             y = frozen.run(x, self.implementation)
@@ -370,11 +416,12 @@ class LayerStack(nn.Module):
             for name, layer in zip(self.names, self.layers, strict=True)
         ]
 
-    def _one_by_one(self, x: Tensor) -> Tensor:
+    def _one_by_one(self, x: Input) -> Tensor:
+        y: Tensor = concatenated(x) if are_several(x) else x
         for member in self._members:
-            x = member.layer(x)
-            x = member.activation(x) if isinstance(member.activation, nn.Module) else activate(member.stage, x)
-        return x
+            y = member.layer(y)
+            y = member.activation(y) if isinstance(member.activation, nn.Module) else activate(member.stage, y)
+        return y
 
 
 class RunsAsStacks(nn.Module):

@@ -1,0 +1,270 @@
+"""v3 of an x that is several tensors: the raw ops inputs_forward, _backward and _gradients, and what PyTorch has to
+know about them.
+
+They take the tensors of x where they lie, and those of one layer or of a stack (stack_ops.py); in the text the first
+layer has "inputs". Kernels of a CPU take every such text. On a GPU the planner has plans for some, and what it has none
+for, or a slower one, takes x as one tensor, concatenated before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from torch.utils.flop_counter import register_flop_formula
+
+from factorlayer.autograd.backward import gradients, slope_texts, sums_text
+from factorlayer.autograd.layer_ops import (
+    ask_planner,
+    cuda_ops,
+    explaining,
+    gpu_limits,
+    missing_extension,
+    predicted_us,
+    raise_better,
+    refuse_traced_gradients,
+    runs_in_tf32,
+    transforms_active,
+)
+from factorlayer.autograd.runtime import MAX_WEIGHTS, class_of_batch, dtype_name, prepare_together
+from factorlayer.autograd.stack_ops import _backward_flops as stack_backward_flops
+from factorlayer.autograd.stack_ops import _forward_flops as stack_forward_flops
+from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, known
+from factorlayer.autograd.vectors import are_vectors
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.maths.chain import MOST_INPUTS, Chain, parse_layers
+from factorlayer.plan.plan import BATCHES
+
+if missing_extension is None:
+    _forward = torch.ops.factorlayer.inputs_forward.default
+    _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
+    _backward = torch.ops.factorlayer.inputs_backward.default
+    _gradients_now = torch.ops.factorlayer.inputs_gradients.default._op
+
+
+def of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
+    """The same layer of an x that is several tensors."""
+    return replace(chain, inputs=features) if is_compiling() else _of_inputs(chain, features)
+
+
+@functools.lru_cache(1024)
+def _of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
+    return replace(chain, inputs=features)
+
+
+def why_concatenated(chain: Chain, x: Tensor, batch: int) -> str | None:
+    """Why a layer's kernels do not take its inputs where they lie, as of `batch` samples like x; or None."""
+    if transforms_active():
+        return "torch.func has no rule for it"
+    if len(chain.inputs) > MOST_INPUTS:
+        return f"its kernels take {MOST_INPUTS} inputs at most"
+    if not x.is_cuda:
+        return None
+    batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(batch)
+    text = chain.tf32_text if runs_in_tf32(x) else chain.text
+    return _why_concatenated(text, x.dtype, x.get_device(), batch_class)
+
+
+@known
+def _why_concatenated(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
+    chain = Chain.parse(text)
+    if chain.weights + 1 + len(chain.inputs) > MAX_WEIGHTS:
+        return f"its CUDA kernels take {MAX_WEIGHTS - 1} weights and inputs at most"
+    answer = ask_planner("has_plan_of_few" if batch_class == 0 else "has_plan", text, dtype, device)
+    if answer != "True":
+        return "no kernel that takes this layer reads x from several tensors"
+    batch, gpu = BATCHES[batch_class], Gpu(*gpu_limits(device))
+    moved = 2 * batch * chain.in_features * ELEMENT_BYTES[dtype_name(dtype)]
+    alone = predicted_us(chain.alone.text, batch, dtype, device)
+    concatenating = gpu.rates.behind_us + moved / (gpu.memory_bytes * gpu.sms)
+    of_inputs = predicted_us(text, batch, dtype, device)
+    if of_inputs <= alone + concatenating:
+        return None
+    return (
+        f"kernels that read x from several tensors are predicted to take {of_inputs:.1f} us, others {alone:.1f} and "
+        f"concatenating {concatenating:.1f}"
+    )
+
+
+def fused_inputs(text: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], recorded: bool) -> Tensor:
+    """What the layers of a text make of rows [N, features of each], side by side. `tensors` are theirs, as a stack has
+    them: each layer's weights, and its bias behind them."""
+    compiling = is_compiling()
+    given = [*inputs, *tensors]
+    if recorded and compiling:  # torch.compile wants every input of a Function once
+        given = [t.view_as(t) if any(t is other for other in given[:i]) else t for i, t in enumerate(given)]
+    y: Tensor
+    try:
+        if recorded and compiling:
+            y = _Inputs.apply(text, len(inputs), *given)
+        elif recorded:
+            refuse_traced_gradients()
+            y = _apply_inputs(text, len(inputs), *given)
+        else:
+            y = (_forward if compiling else _forward_now)(inputs, tensors, text)
+    except RuntimeError as error:
+        raise_better(error, text, inputs[0])
+        raise
+    return y
+
+
+class _Inputs(Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, count: int, *given: Tensor) -> Tensor:
+        ctx.text, ctx.count = text, count
+        ctx.save_for_backward(*given)
+        y: Tensor = (_forward if is_compiling() else _forward_now)(given[:count], given[count:], text)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        needs, text, count, given = ctx.needs_input_grad[2:], ctx.text, ctx.count, ctx.saved_tensors
+        wanted = tuple(place for place, need in enumerate(needs) if need)
+        many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
+        if torch.is_grad_enabled() or many:
+
+            def forward(*given: Tensor) -> Tensor:
+                return by_torch(text, torch.cat(given[:count], 1), *given[count:])
+
+            found = iter(differentiable_backward(forward, wanted, grad_y, given))
+        elif grad_y.is_cuda and not is_compiling():  # without a round by the dispatcher
+            found = iter(_backward_on_cuda(grad_y, given[:count], given[count:], text, wanted))
+        else:
+            found = iter(_backward(grad_y, given[:count], given[count:], text, wanted))
+        return None, None, *(next(found) if need else None for need in needs)
+
+
+_apply_inputs = super(Function, _Inputs).apply  # without what torch.func needs, as in layer_ops.py
+
+
+def _backward_on_cuda(
+    grad_y: Tensor, inputs: Sequence[Tensor], tensors: Sequence[Tensor], text: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    """By one plan for all gradients, if there is one and they are wanted; else of the inputs concatenated, whose
+    gradient comes back in parts of one tensor."""
+    count = len(inputs)
+    x = inputs[0]
+    device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
+    chain = parse_layers(text)[0]
+    bias = tensors[-1] if chain.bias else None
+    weights = tensors[: len(tensors) - chain.bias]
+    ops = cuda_ops(device, dtype)
+    at_once = None
+    everything = any(place < count for place in wanted) and all(count + i in wanted for i in range(len(weights)))
+    if everything and " | " not in text:
+        at_once = _at_once(text, dtype, device, class_of_batch(batch))
+    if at_once is None:
+        return _of_concatenated(grad_y, inputs, tensors, text, wanted)
+    key = text, class_of_batch(batch), dtype, device
+    slope, before = slope_texts(chain.alone.text, ops.fits_of(batch))[2], replace(chain, activation="identity").text
+    has_slope = chain.activation != "identity"
+    if batch and key not in _prepared:
+        further = [(before, batch), (slope, batch)] if has_slope else []
+        further += [(sums_text(chain.out_features), batch)] if chain.bias else []
+        prepare_together([(at_once, batch), *further], dtype, device)
+        _prepared.add(key)
+    with torch.no_grad():
+        grad = grad_y.reshape(batch, chain.out_features)
+        if has_slope:
+            grad = ops.slopes(grad, _forward_now(inputs, tensors, before), [], None, slope)
+        found = dict(enumerate(explaining(_gradients_now)(grad, inputs, weights, at_once)))
+        if bias is not None:
+            found[count + len(weights)] = ops.weight_gradient(grad, grad, sums_text(chain.out_features))
+    return [found[place] for place in wanted]
+
+
+_prepared: set[Hashable] = set()
+
+
+@functools.lru_cache(1024)
+def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
+    """What makes all gradients of a layer without its bias and activation, if one plan does."""
+    chain = Chain.parse(text)
+    if chain.parameters or len(chain.contractions) + 2 + 2 * len(chain.inputs) > MAX_WEIGHTS:
+        return None
+    back = replace(chain, bias=False, activation="identity", backward=True).text
+    question = "has_plan_of_few" if batch_class == 0 else "has_plan"
+    return back if ask_planner(question, back, dtype, device) == "True" else None
+
+
+def _of_concatenated(
+    grad_y: Tensor, inputs: Sequence[Tensor], tensors: Sequence[Tensor], text: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    count = len(inputs)
+    first, *others = parse_layers(text)
+    x, alone = torch.cat(list(inputs), 1), " | ".join(layer.text for layer in (first.alone, *others))
+    of_x = any(place < count for place in wanted)
+    places = [0] * of_x + [place - count + 1 for place in wanted if place >= count]
+    if others:
+        made = torch.ops.factorlayer.stack_backward(grad_y, x, tensors, alone, places)
+    else:
+        bias = tensors[-1] if first.bias else None
+        weights = tensors[: len(tensors) - first.bias]
+        bits = [1 if not place else 2 << place if place <= len(weights) else 2 for place in places]
+        with torch.no_grad():
+            ops = cuda_ops(x.get_device(), x.dtype)
+            made = gradients(ops, grad_y, x, weights, bias, alone, sum(bits))
+        found = dict(zip(sorted(bits), made, strict=True))
+        made = [found[bit] for bit in bits]
+    parts = made[0].split([x.shape[1] for x in inputs], 1) if of_x else ()
+    return [*(parts[place] for place in wanted if place < count), *made[of_x:]]
+
+
+def _backward_op(
+    grad_y: Tensor, inputs: Sequence[Tensor], tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    """The raw op, whose results share no memory."""
+    return [t.contiguous() for t in _backward_on_cuda(grad_y, inputs, tensors, stack, wanted)]
+
+
+# What PyTorch asks of an op
+
+
+def _forward_fake(inputs: Sequence[Tensor], tensors: Sequence[Tensor], stack: str) -> Tensor:
+    layers = parse_layers(stack)
+    x = inputs[0]
+    if tuple(x.shape[1] for x in inputs) != layers[0].inputs:
+        raise RuntimeError(f"factorlayer: inputs must be [batch, {layers[0].inputs}]")
+    for tensor in (*inputs, *tensors):
+        if tensor.dtype != x.dtype or tensor.device != x.device:
+            raise RuntimeError("factorlayer: weights and biases must have the inputs' dtype and device")
+    return x.new_empty(x.shape[0], layers[-1].out_features)
+
+
+def _backward_fake(
+    grad_y: Tensor, inputs: Sequence[Tensor], tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in ((*inputs, *tensors)[place] for place in wanted)]
+
+
+def _gradients_fake(grad_y: Tensor, inputs: Sequence[Tensor], weights: Sequence[Tensor], chain: str) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (*inputs, *weights)]
+
+
+def _forward_flops(input_shapes: Any, tensor_shapes: Any, stack: str, **_: Any) -> int:
+    return stack_forward_flops(input_shapes[0], tensor_shapes, stack)
+
+
+def _backward_flops(
+    grad_y_shape: Any, input_shapes: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
+) -> int:
+    """As of one x, whose gradient is one product whoever of the inputs wants its part."""
+    count = len(input_shapes)
+    places = {max(0, place - count + 1) for place in wanted}
+    return stack_backward_flops(grad_y_shape, input_shapes[0], tensor_shapes, stack, sorted(places))
+
+
+if missing_extension is None:
+    torch.library.register_fake("factorlayer::inputs_forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::inputs_backward")(_backward_fake)
+    torch.library.register_fake("factorlayer::inputs_gradients")(_gradients_fake)
+    register_flop_formula(torch.ops.factorlayer.inputs_forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.inputs_backward)(_backward_flops)
+    _cuda = torch.library.Library("factorlayer", "IMPL")
+    _cuda.impl("inputs_backward", _backward_op, "CUDA")
