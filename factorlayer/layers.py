@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.autograd.input_ops import explain_inputs, of_inputs
 from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import explain_fused, explain_shards, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
@@ -297,8 +298,9 @@ class FactorLinear(Recorded):
         x = torch.empty(0, self.in_features, device=weight.device, dtype=weight.dtype)
         return autocast(x, (), None)[0]
 
-    def explain(self, batch: int = 1) -> str:
-        """What a call with `batch` samples computes, moves and runs, in words."""
+    def explain(self, batch: int = 1, inputs: Sequence[int] = ()) -> str:
+        """What a call with `batch` samples computes, moves and runs, in words; of an x that is a list of tensors with
+        so many features each, if `inputs` are given."""
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
         recorded = self._is_recorded()
         chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
@@ -320,7 +322,21 @@ class FactorLinear(Recorded):
         if self.implementation == "auto" and why_auto_has_no_choice(self.chain, x) is None:
             lines.append(self._choice_in_words(x, batch))
         lines.append("runs " + self._implementation_in_words(chosen, x, batch, recorded))
+        lines += [self._inputs_in_words(inputs, chosen, x, batch)] if inputs else []
         return "\n".join([*lines, *explain_shards(self.implementation, self.parameters())])
+
+    def _inputs_in_words(self, inputs: Sequence[int], chosen: str, x: Tensor, batch: int) -> str:
+        """The words that say whether a list is concatenated."""
+        if min(inputs) < 1 or sum(inputs) != self.in_features:
+            raise ValueError(
+                f"FactorLinear.explain: inputs should be features of each, in_features={self.in_features} together; "
+                f"they are {tuple(inputs)}"
+            )
+        if chosen == "batched" and self.chain.is_dense:
+            return "of several inputs: a product for each, added up"
+        if chosen != "fused":
+            return f"of several inputs: concatenated, as {chosen} takes one tensor"
+        return explain_inputs(of_inputs(self.chain, tuple(inputs)), x, batch)
 
     def _choice_in_words(self, x: Tensor, batch: int) -> str:
         """The words that say where auto's choice comes from."""

@@ -149,7 +149,8 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
 }
 
 // All gradients of a layer whose x is several tensors: theirs, then those of the weights, by one
-// plan. Behind the weights a kernel has grad_y, what it makes for a pass behind it, the inputs and their gradients.
+// plan. Behind the weights a kernel has grad_y, what it makes for a pass behind it, and of the inputs and
+// their gradients all but the first, which are in the places of x and y.
 std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vector<Tensor>& inputs,
                                           const std::vector<Tensor>& weights, const Text& text) {
   const Chain& chain = find_chain(text.value);
@@ -157,7 +158,7 @@ std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vecto
                   "factorlayer: the chain should be inputs, contractions and \"backward\"");
   check_several(chain, inputs);
   const Tensor& x = inputs[0];
-  const size_t first = weights.size() + 2, used = first + 2 * inputs.size();
+  const size_t second = weights.size() + 2, used = second + 2 * (inputs.size() - 1);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: inputs must be CUDA tensors, as the others are");
   STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights, inputs and gradients of these at most, they are ", used);
@@ -181,12 +182,12 @@ std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vecto
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(grad_y);
   params.weights[weights.size() + 1] = others.mutable_data_ptr();
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    params.weights[first + i] = address(inputs[i]);
-    params.weights[first + inputs.size() + i] = gradients[i].mutable_data_ptr();
-  }
-  params.x = params.weights[first];
+  params.x = address(inputs[0]);
   params.y = gradients[0].mutable_data_ptr();
+  for (size_t i = 1; i < inputs.size(); ++i) {
+    params.weights[second + i - 1] = address(inputs[i]);
+    params.weights[second + inputs.size() + i - 2] = gradients[i].mutable_data_ptr();
+  }
   run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, others.mutable_data_ptr());
   return gradients;
 }

@@ -10,12 +10,12 @@
 namespace factorlayer {
 namespace {
 
-// Where kernels find what x is, if it is several tensors: as weights from the `first` on.
-cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, size_t first, cuda::Params& params,
+// Where kernels find what x is, if it is several tensors: the first in x's place, the others as weights from the `second` on.
+cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, size_t second, cuda::Params& params,
                       std::vector<Tensor>& kept) {
-  cuda::Rows rows{first, {}};
-  for (size_t i = 0; i < chain.inputs.size(); ++i) {
-    params.weights[first + i] = kept.emplace_back(aligned(as_contiguous(inputs[i]))).const_data_ptr();
+  cuda::Rows rows{second, {}};
+  for (size_t i = 1; i < chain.inputs.size(); ++i) {
+    params.weights[second + i - 1] = kept.emplace_back(aligned(as_contiguous(inputs[i]))).const_data_ptr();
     rows.bytes.push_back(chain.inputs[i] * int64_t(inputs[i].element_size()));
   }
   return rows;
@@ -25,7 +25,7 @@ cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, siz
 Tensor run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const std::vector<Tensor>& weights,
                  const std::optional<Tensor>& bias, const Text& text) {
   const Tensor& x = inputs[0];
-  const size_t first = weights.size() + 1, used = chain.inputs.empty() ? weights.size() : first + inputs.size();
+  const size_t second = weights.size() + 1, used = chain.inputs.empty() ? weights.size() : second + inputs.size() - 1;
   STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights and inputs at most, the chain has ", used);
   const int64_t batch = x.size(0);
@@ -42,7 +42,7 @@ Tensor run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const st
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   if (weights.size() < cuda::MAX_WEIGHTS) params.weights[weights.size()] = params.bias;  // where a stack's layer has it
-  const cuda::Rows rows = add_inputs(chain, inputs, first, params, kept);
+  const cuda::Rows rows = add_inputs(chain, inputs, second, params, kept);
   run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, nullptr, nullptr, rows);
   return y;
 }
@@ -61,7 +61,7 @@ std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& in
   const Chain& chain = stack.layers.front();
   const Tensor& x = inputs[0];
   const size_t first = states ? 0 : stack.layers.size() - 1;
-  const size_t used = tensors.size() + stack.layers.size() - 1 - first + chain.inputs.size();
+  const size_t second = tensors.size() + stack.layers.size() - 1 - first, used = second + inputs.size() - 1;
   STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
                   " weights, biases, states and inputs at most, the stack has ", used);
   const int64_t batch = x.size(0);
@@ -78,7 +78,7 @@ std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& in
   params.batch = batch;
   for (size_t i = 0; i < tensors.size(); ++i) params.weights[i] = address(tensors[i]);
   for (size_t i = 0; i + 1 < made.size(); ++i) params.weights[tensors.size() + i] = made[i].mutable_data_ptr();
-  const cuda::Rows rows = add_inputs(chain, inputs, used - chain.inputs.size(), params, kept);
+  const cuda::Rows rows = add_inputs(chain, inputs, second, params, kept);
   const int64_t out = stack.layers.back().out_features();
   run_on_cuda(text, &find_stack(text.value), x, x.size(1), out, params, kept, nullptr, nullptr, rows);
   return made;

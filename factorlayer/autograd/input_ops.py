@@ -19,17 +19,17 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
-from factorlayer.autograd.backward import gradients, slope_texts, sums_text
+from factorlayer.autograd.backward import gradients, runs, slope_texts, sums_text
 from factorlayer.autograd.layer_ops import (
-    ask_planner,
     cuda_ops,
     explaining,
     gpu_limits,
+    has_kernel,
     missing_extension,
     predicted_us,
     raise_better,
     refuse_traced_gradients,
-    runs_in_tf32,
+    text_for,
     transforms_active,
 )
 from factorlayer.autograd.runtime import MAX_WEIGHTS, class_of_batch, dtype_name, prepare_together
@@ -67,29 +67,51 @@ def why_concatenated(chain: Chain, x: Tensor, batch: int) -> str | None:
     if not x.is_cuda:
         return None
     batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(batch)
-    text = chain.tf32_text if runs_in_tf32(x) else chain.text
-    return _why_concatenated(text, x.dtype, x.get_device(), batch_class)
+    return _why_concatenated(text_for(chain, x), x.dtype, x.get_device(), batch_class)
 
 
 @known
 def _why_concatenated(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
     chain = Chain.parse(text)
-    if chain.weights + 1 + len(chain.inputs) > MAX_WEIGHTS:
-        return f"its CUDA kernels take {MAX_WEIGHTS - 1} weights and inputs at most"
-    answer = ask_planner("has_plan_of_few" if batch_class == 0 else "has_plan", text, dtype, device)
-    if answer != "True":
+    if chain.weights + len(chain.inputs) > MAX_WEIGHTS:
+        return f"its CUDA kernels take {MAX_WEIGHTS} weights and inputs at most"
+    if not has_kernel(text, dtype, device, few=batch_class == 0):
         return "no kernel that takes this layer reads x from several tensors"
+    return slower_than_concatenated(text, [chain.alone.text], dtype, device, batch_class)
+
+
+def slower_than_concatenated(
+    text: str, alone: Sequence[str], dtype: torch.dtype, device: int, batch_class: int
+) -> str | None:
+    """Why what reads x from several tensors is predicted to take more than what takes it `alone`, of one tensor that is
+    made before; or None."""
     batch, gpu = BATCHES[batch_class], Gpu(*gpu_limits(device))
-    moved = 2 * batch * chain.in_features * ELEMENT_BYTES[dtype_name(dtype)]
-    alone = predicted_us(chain.alone.text, batch, dtype, device)
+    moved = 2 * batch * Chain.parse(text).in_features * ELEMENT_BYTES[dtype_name(dtype)]
     concatenating = gpu.rates.behind_us + moved / (gpu.memory_bytes * gpu.sms)
-    of_inputs = predicted_us(text, batch, dtype, device)
-    if of_inputs <= alone + concatenating:
+    several = predicted_us(text, batch, dtype, device)
+    of_one = sum(predicted_us(each, batch, dtype, device) for each in alone)
+    if several <= of_one + concatenating:
         return None
     return (
-        f"kernels that read x from several tensors are predicted to take {of_inputs:.1f} us, others {alone:.1f} and "
+        f"kernels that read x from several tensors are predicted to take {several:.1f} us, others {of_one:.1f} and "
         f"concatenating {concatenating:.1f}"
     )
+
+
+def explain_inputs(chain: Chain, x: Tensor, batch: int) -> str:
+    """Whether the inputs of a layer are read where they lie, in words."""
+    reason = why_concatenated(chain, x, batch)
+    if reason is not None:
+        return f"of several inputs: concatenated before, because {reason}"
+    if not x.is_cuda:
+        return "of several inputs: each is read where it lies, and its gradient written there"
+    from factorlayer.plan.planner import explain  # not needed to run kernels that are in the cache
+
+    text, device, batch_class = text_for(chain, x), x.get_device(), class_of_batch(batch)
+    kernels = explain(text, dtype_name(x.dtype), batch_class, *gpu_limits(device))
+    back = _at_once(text, x.dtype, device, batch_class)
+    how = "read where they lie, by one plan for all gradients" if back else "concatenated"
+    return f"of several inputs, read where they lie: {kernels}\nbackward they are {how}"
 
 
 def fused_inputs(text: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], recorded: bool) -> Tensor:
@@ -184,13 +206,18 @@ _prepared: set[Hashable] = set()
 
 @functools.lru_cache(1024)
 def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
-    """What makes all gradients of a layer without its bias and activation, if one plan does."""
+    """What makes all gradients of a layer without its bias and activation, if one plan does, and is predicted to take
+    less than what does so of one tensor."""
     chain = Chain.parse(text)
-    if chain.parameters or len(chain.contractions) + 2 + 2 * len(chain.inputs) > MAX_WEIGHTS:
+    if chain.parameters or len(chain.contractions) + 2 * len(chain.inputs) > MAX_WEIGHTS:
         return None
-    back = replace(chain, bias=False, activation="identity", backward=True).text
-    question = "has_plan_of_few" if batch_class == 0 else "has_plan"
-    return back if ask_planner(question, back, dtype, device) == "True" else None
+    plain = replace(chain, bias=False, activation="identity")
+    back = replace(plain, backward=True).text
+    if not has_kernel(back, dtype, device, few=batch_class == 0):
+        return None
+    ops, batch = cuda_ops(device, dtype), BATCHES[batch_class]
+    alone = [asked for asked, _ in runs(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
+    return back if slower_than_concatenated(back, alone, dtype, device, batch_class) is None else None
 
 
 def _of_concatenated(

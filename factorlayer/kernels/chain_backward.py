@@ -176,6 +176,16 @@ class ChainBackward(BlockSums):
         return self.terms_out * self.features(0) * self.size if self.places.y else 0
 
     @property
+    def gradients_at(self) -> int:
+        """The weight that the gradient of the second tensor of x is, if that is several."""
+        return self.work.inputs_at + len(self.work.inputs) - 1
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        if self.work.inputs and self.places.y:
+            return tuple(batch * features * self.size for features in self.work.inputs)
+        return super().outputs(batch)
+
+    @property
     def terms_out(self) -> int:
         return self.work.terms if self.places.terms_y else 1
 
@@ -222,7 +232,7 @@ class ChainBackward(BlockSums):
         if self.places.g or self.places.x != "x":
             return []
         return [
-            ask_for("params.x", self.features(0) * self.size),
+            *self.work.asks[: max(1, len(self.work.inputs))],
             ask_for(f"params.weights[{self.places.grad}]", self.features(-1) * self.size),
         ]
 
@@ -308,9 +318,10 @@ class ChainBackward(BlockSums):
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
         told |= {"RANK": work.rank, "TERMS": work.rank, "GRADS": self.gradients, "kGradBytes": self.state_bytes[-1]}
         told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": places.grad, "COUNT": self.weights, "BIAS": False}
-        told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size)}
+        told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size, work.inputs)}
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
-        told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size), "RETURNS": bool(places.y)}
+        told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size, work.inputs), "RETURNS": bool(places.y)}
+        told |= {"Source": work.several(work.inputs_at), "Sink": work.several(self.gradients_at)}
         told |= {"SUMS_AT": Long(self.sums_at // SUM_BYTES[self.dtype])}
         told |= {"MEETINGS": work.rank * 3 * last + 2 * bool(places.y)}
         told |= {"PARTS": self.parts, "PART": self.back[0].q, "ROWS": self.forward[0].p}
@@ -440,7 +451,8 @@ Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
 def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candidate]:
-    for parts in PARTS if len(work.steps) == 1 and work.rank == 1 and places.x != places.y else (1,):
+    alone = len(work.steps) == 1 and work.rank == 1 and places.x != places.y and not work.inputs
+    for parts in PARTS if alone else (1,):
         found = False
         for candidate in _of_parts(work, places, parts, batch, gpu):
             found = True

@@ -174,6 +174,7 @@ class Resident(OfWork):
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (" by each block" if self.made > 1 else "")
             + ("; straight to memory" if self.straight else "")
+            + (f"; x from {len(self.work.inputs)} tensors" if self.work.inputs else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
@@ -184,19 +185,22 @@ class Resident(OfWork):
         work, stages = self.work, self.stages
         layouts = [*(stage.layout for stage in stages), self.final]
         regions = [_region(self, out) for out in (False, True)]
-        load_run, store_run = (_run(self, layouts[-out], regions[out]) for out in (False, True))
+        load_run, store_run = (_run(self, layouts[-out], regions[out], out) for out in (False, True))
         split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
         told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart, "STRAIGHT": self.straight}
         told |= {"X_ALONE": self.alone or (self.straight and len(stages) == 1)}
         told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.final_offset}
-        told |= {key: _access(self, layouts[-out], regions[out]) for key, out in (("COPY", False), ("STORE", True))}
+        told |= {
+            key: _access(self, layouts[-out], regions[out], out) for key, out in (("COPY", False), ("STORE", True))
+        }
         store_run *= not self.straight
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes, "kHeldBytes": self.held_bytes}
         told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
         told |= {"TERM_IN": Long(self.features(0) if work.apart else 0), "BIAS": work.bias}
         told |= {"TERM_OUT": Long(self.features(-1) if work.terms > 1 else 0)}
+        told |= {"Source": work.several(work.inputs_at)}
         told |= {key: _region_type(self, out) for key, out in (("Input", False), ("Output", True))}
         weight_at = 0
         for i, stage in enumerate(stages):
@@ -247,26 +251,28 @@ def _region_type(plan: Resident, out: bool) -> str:
     return f"Region<{', '.join(map(str, _region(plan, out)))}, {plan.units_per_sample}, {width}>"
 
 
-def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
-    return copied_at_once(layout, region, plan.size)
+def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int], out: bool) -> int:
+    return copied_at_once(layout, region, plan.size, () if out else plan.work.inputs)
 
 
-def copied_at_once(layout: Layout, region: tuple[int, int, int, int, int], size: int) -> int:
-    """Bytes: what divides every run, in memory and in shared memory."""
+def copied_at_once(
+    layout: Layout, region: tuple[int, int, int, int, int], size: int, inputs: Sequence[int] = ()
+) -> int:
+    """Bytes: what divides every run, in memory and in shared memory, and the rows of each tensor that x is."""
     _, contiguous, _, whole, step = region
     run = layout.i if layout.i > 1 else layout.p
-    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step)))
+    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step, *inputs)))
 
 
-def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int]) -> int:
+def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int], out: bool) -> int:
     """Elements that lie together in memory and in shared memory, if the copy engine should move them; or 0."""
     rows, contiguous, *_ = region
     step = layout.step if layout.i > 1 else 1
     together = layout.i if layout.i > 1 else layout.p
     if step == layout.i:
         together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
-    run = math.gcd(together, contiguous)
-    good = not plan.is_ragged and run * plan.size >= LEAST_RUN and _access(plan, layout, region) == 16
+    run = math.gcd(together, contiguous, *(() if out else plan.work.inputs))
+    good = not plan.is_ragged and run * plan.size >= LEAST_RUN and _access(plan, layout, region, out) == 16
     return run if plan.gpu.copy_engine and good else 0
 
 

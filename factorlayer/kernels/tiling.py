@@ -152,7 +152,8 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
-        move += units * sum(pieces_of(n, work, chunk) for n in (unit_in, unit_out)) / gpu.instructions
+        pieces = pieces_of(unit_in, work, chunk, work.inputs) + pieces_of(unit_out, work, chunk)
+        move += units * pieces / gpu.instructions
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
@@ -256,11 +257,11 @@ def beside_products(stage: Stage) -> float:
     return count + words * OF_PADDING / 32
 
 
-def pieces_of(elements: int, work: Work, chunk: int) -> float:
+def pieces_of(elements: int, work: Work, chunk: int, inputs: Sequence[int] = ()) -> float:
     """Instructions of warps that move a unit by pieces of less than 16 bytes."""
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
-    access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
+    access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16, *(n * size for n in inputs))
     if access == 16:
         return 0.0
     return elements * size / access / 32 * of_pieces(access, run * size)

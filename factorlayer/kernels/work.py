@@ -117,6 +117,8 @@ class Work:
     terms: int = 1
     apart: bool = False  # x has a state for each term
     transposed: bool = False  # weights lie in memory the other way round: as [p, q]
+    inputs: tuple[int, ...] = ()  # features of each tensor that x is, if it is several
+    inputs_at: int = 0  # of these the second is a kernel's weight of this number, and so on
 
     @property
     def held(self) -> int:
@@ -132,7 +134,7 @@ class Work:
     def unnumbered(self) -> Work:
         """The same work without the weights' numbers: all of its sizes are tiled as it is."""
         steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
-        return replace(self, steps=steps, scalars=0)
+        return replace(self, steps=steps, scalars=0, inputs_at=0)
 
     @property
     def asks(self) -> Asks:
@@ -140,7 +142,15 @@ class Work:
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for _, mode in self.steps for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
-        return [ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size), *weights]
+        x = {"params.x": self.outer * math.prod(self.sizes) * self.inner}
+        if self.inputs:
+            first, *others = self.inputs
+            x = {"params.x": first} | {f"params.weights[{self.inputs_at + i}]": n for i, n in enumerate(others)}
+        return [*(ask_for(name, features * size) for name, features in x.items()), *weights]
+
+    def several(self, at: int) -> str:
+        """The type of x, or of its gradient, where that is several tensors, the second of which is weight `at`."""
+        return f"Several<Element, {', '.join(map(str, (at, *self.inputs)))}>" if self.inputs else "void"
 
     @property
     def finish(self) -> list[str]:

@@ -98,6 +98,12 @@ def parts_of(order: list[int], count: int) -> Iterator[list[list[int]]]:
         yield [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
+def inputs_at(chain: Chain) -> int:
+    """The weight of a kernel that the second tensor is, where x is several: behind the weights and a bias, or, of all
+    gradients, behind grad_y and what is made. Their gradients are behind them."""
+    return len(chain.contractions) + 2 if chain.backward else chain.weights + 1
+
+
 def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
     sizes, works = [mode.p for mode in modes], []
     outer, inner = around(chain)
@@ -117,6 +123,8 @@ def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list
                 bias=chain.bias and final,
                 activation=chain.activation if final else "identity",
                 scalars=len(chain.contractions),
+                inputs=chain.inputs if begins else (),
+                inputs_at=inputs_at(chain) if begins else 0,
             )
         )
         for i in part:

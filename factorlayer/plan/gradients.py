@@ -66,17 +66,18 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
         if with_bias is None:
             raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
         return (with_bias,)
-    found = [*_ways_back(chain, dtype, batch, gpu), *_by_visits(chain, dtype, batch, gpu)]
+    ways_back = [] if chain.inputs else _ways_back(chain, dtype, batch, gpu)
+    found = [*ways_back, *_by_visits(chain, dtype, batch, gpu)]
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
     return min(found, key=lambda passes: sum(p.us for p in passes))
 
 
 def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pass, ...]]:
-    """Of a Kronecker product. One factor's gradient and product go back through what
-    is before and behind them as well, each by itself."""
+    """Of a Kronecker product. One factor's gradient and product go back through what is before and behind them as well,
+    each by itself; of an x that is several tensors nothing else goes back."""
     plain = all(c.tied for c in chain.contractions) and not (chain.turn or chain.slabs or chain.mixed)
-    if not plain or len(chain.contractions) < 2 or not are_worth_it(chain, dtype, batch, gpu):
+    if not plain or not (chain.inputs or (len(chain.contractions) > 1 and are_worth_it(chain, dtype, batch, gpu))):
         return []
     found = visits(chain, dtype, batch, gpu)
     return [found] if found else []

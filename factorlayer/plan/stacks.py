@@ -28,6 +28,8 @@ def plan_stack(
 ) -> Plan:
     """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients. If
     they are frozen, what is done with weights alone takes no time."""
+    if layers[0].inputs:
+        raise PlanError("no pass that takes several layers reads x from several tensors")
     asked = layers, dtype, batch, gpu
     if backward:
         ways = list(registry.ways(registry.OF_STACK_BACK, *asked))

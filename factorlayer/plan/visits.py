@@ -157,7 +157,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     back = replace(
         work, sizes=work.states[-1], steps=steps, rank=rank, terms=1, apart=places.terms_g, bias=False, transposed=True
     )
-    summed = _tiled(registry.RESIDENT, back, batch, gpu) if visit else None
+    summed = _tiled(registry.RESIDENT, back, batch, gpu) if visit and not work.inputs else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
         ways.append((visit, summed))

@@ -43,7 +43,7 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """A pass of one factor whose weight comes from memory again and again, and maybe of one of 8 before it."""
     if any(len(mode.parts) > 1 for _, mode in work.steps) or len(work.steps) != len(work.sizes):
         return None
-    if work.rank > 1 or work.terms > 1 or work.apart:
+    if work.rank > 1 or work.terms > 1 or work.apart or work.inputs:
         return None
     *before, mode = (mode for _, mode in sorted(work.steps, key=lambda step: step[0]))
     ((weight, q, p),) = mode.parts

@@ -16,8 +16,9 @@
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
 //        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first
 //        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
-//        negative, stages() loads the next one; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory
+//        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory
 #pragma once
+#include "move/several.cuh"
 #include "move/tiles.cuh"
 #include "multiply/mma.cuh"
 #include "finish/pointwise.cuh"
@@ -99,10 +100,14 @@ template <class Pass> struct Chain : Tiles<Pass> {
   DEVICE void load_next(i64 tile, int slot) const { load(tile + Pass::SLOTS * step(), slot); }
 
   // Where each term has a state of its own, a block takes its own term's, or all of them.
-  DEVICE const Element* state_of(int held) const {
-    const Element* x = static_cast<const Element*>(params.x);
-    if constexpr (Pass::TERM_IN > 0) x += (i64(blockIdx.y) + held) * params.batch * Pass::TERM_IN;
-    return x;
+  DEVICE auto state_of(int held) const {
+    if constexpr (is_void<typename Pass::Source>) {
+      const Element* x = static_cast<const Element*>(params.x);
+      if constexpr (Pass::TERM_IN > 0) x += (i64(blockIdx.y) + held) * params.batch * Pass::TERM_IN;
+      return x;
+    } else {
+      return typename Pass::Source{params, params.x};
+    }
   }
 
   DEVICE void load_runs(i64 first, int slot) const {

@@ -17,7 +17,7 @@
 //        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
 //        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
 //        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block),
-//        SUMS_AT (where those of all blocks begin); MEETINGS (how often a group meets in walk());
+//        SUMS_AT (where those of all blocks begin); Source and Sink: void, or Several, the tensors that x and grad_x are; MEETINGS (how often a group meets in walk());
 //        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
 //        store_sums()
 #pragma once
@@ -205,11 +205,16 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   // A tile of x and of each grad_y, if there is such a tile.
   DEVICE void load(i64 tile, i64 tiles, int slot) const {
     if (tile < tiles) {
-      const auto* x = static_cast<const Element*>(params.x) + of_term<Pass::X_TERM>();
       const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + of_term<Pass::G_TERM>();
       using Input = typename Pass::Input;
       using Output = typename Pass::Output;
-      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
+      if constexpr (is_void<typename Pass::Source>) {
+        const auto* x = static_cast<const Element*>(params.x) + of_term<Pass::X_TERM>();
+        Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
+      } else {
+        const typename Pass::Source x{params, params.x};
+        Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
+      }
       ROLL for (int t = 0; t < Pass::GRADS; ++t)
         Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(
             g + t * params.batch * Pass::G_TERM, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
@@ -240,9 +245,14 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       if constexpr (Pass::RETURNS) {
         using Returned = typename Pass::Returned;
         constexpr int kOfRow = Returned::kSize / Pass::PART;
-        Element* y = static_cast<Element*>(params.y) + of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
-        Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
-            tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
+        if constexpr (is_void<typename Pass::Sink>) {
+          Element* y = static_cast<Element*>(params.y) + of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
+          Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
+              tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
+        } else {
+          const typename Pass::Sink y{params, params.y};
+          Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, x, y);
+        }
       }
       sync();  // its result has left
       load(tile + Pass::SLOTS * step, tiles, slot);

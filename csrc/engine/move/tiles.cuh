@@ -48,28 +48,30 @@ template <class Pass> struct Tiles {
     }
   }
 
-  template <class R, class L, int COPY> DEVICE void load_pieces(const Element* x, i64 first, u32 to) const {
+  // x, and y below: a pointer, or Several.
+  template <class R, class L, int COPY, class X> DEVICE void load_pieces(const X& x, i64 first, u32 to) const {
     using M = Moved<R, L, COPY>;
     const typename M::Walk lines(thread % M::THREADS);
     parts_of<R, M>(first, [&](i64 begin, int element, auto here) {
-      const Element* from = x + begin;
+      const auto from = x + begin;
       if constexpr (COPY >= 4)
         lines.template each<8>(
             element, [](int, i64, int) { return 0; },
-            [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, here(e) ? from + offset : from, here(e)); });
+            [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, from + (here(e) ? offset : 0), here(e)); });
       else
         lines.template each<16>(
-            element, [&](int, i64 offset, int e) { return here(e) ? from[offset] : Element{}; },
+            element, [&](int, i64 offset, int e) { return here(e) ? *(from + offset) : Element{}; },
             [&](int place, i64, int, Element x) { store_shared(to + place * kSize, x); });
     });
   }
-  template <class R, class L, int STORE> DEVICE void store_pieces(i64 first, u32 from, Element* y, int limit = R::kSize) const {
+  template <class R, class L, int STORE, class Y>
+  DEVICE void store_pieces(i64 first, u32 from, const Y& y, int limit = R::kSize) const {
     using M = Moved<R, L, STORE>;
     const typename M::Walk lines(thread % M::THREADS);
     parts_of<R, M>(
         first,
         [&](i64 begin, int element, auto here) {
-          Element* to = y + begin;
+          const auto to = y + begin;
           lines.template each<STORE < 4 ? 16 : 8>(
               element, [&](int place, i64, int) { return load_words<STORE>(from + place * kSize); },
               [&](int, i64 offset, int e, const Words<STORE>& word) {

@@ -210,6 +210,7 @@ class StackBackward(BlockSums):
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
         told |= {"UNITS_PER_SAMPLE": 1, "GRAD": self.tensors, "COUNT": self.weights, "BIAS": False, "PARTS": 1}
         told |= {"TERMS": 1, "GRADS": 1, "kGradBytes": 0, "MEETINGS": last + self.steepens + 2 * (last + 1)}
+        told |= {"Source": "void", "Sink": "void"}
         told |= {"X_TERM": 0, "G_TERM": 0, "COPY_X": copied_at_once(self.raw(0), regions[0], self.size)}
         told |= {"COPY_G": copied_at_once(self.raw(last + 1), regions[1], self.size)}
         told |= {"kBarrierBytes": 0, "kWeightBytes": self.weight_bytes, "kStateBytes": self.state_bytes[0]}

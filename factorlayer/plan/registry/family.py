@@ -49,6 +49,7 @@ class Takes:
     tied: bool | None = None  # None is both
     samples: tuple[int, int] = (1, ANY)  # that it is planned for
     sums: bool = False  # of several products: a rank, of which one pass or several may make the terms
+    inputs: bool = False  # x as several tensors, read where they lie
     more: str = ""  # what else, for people
 
     def admits(self, asked: Asked) -> bool:
@@ -59,6 +60,7 @@ class Takes:
             and self.samples[0] <= asked.batch <= self.samples[1]
             and (asked.tied is None or self.tied in (None, asked.tied))
             and (self.sums or not asked.sums)
+            and (self.inputs or not asked.inputs)
             and (not asked.sizes or self.factors[0] <= len(asked.sizes) // 2 <= self.factors[1])
             and all(n <= most and (self.merged or n >= least) for n in asked.sizes)
         )
@@ -70,7 +72,14 @@ class Takes:
         merged = ", several factors as one" * self.merged
         parts += [f"sizes {_range(self.sizes)}{merged}"] if self.sizes != (1, ANY) else []
         parts += [f"{_range(self.samples)} samples"] if self.samples != (1, ANY) else []
-        return "; ".join([*parts, *(["sums"] if self.sums else []), *([self.more] if self.more else [])])
+        return "; ".join(
+            [
+                *parts,
+                *(["sums"] if self.sums else []),
+                *(["inputs"] if self.inputs else []),
+                *([self.more] if self.more else []),
+            ]
+        )
 
 
 def _range(bounds: tuple[int, int]) -> str:
@@ -87,6 +96,7 @@ class Asked(NamedTuple):
     sizes: tuple[int, ...]  # p and q of each contraction; none where there is no contraction
     tied: bool | None  # None where there are both kinds, or none
     sums: bool
+    inputs: bool = False  # whether x is several tensors
 
     @classmethod
     def of(cls, *asked: Any) -> Asked:
@@ -94,7 +104,7 @@ class Asked(NamedTuple):
         *subject, batch, gpu = asked
         what, dtype = subject[0], subject[-1] if isinstance(subject[-1], str) else subject[0].dtype
         sizes = tuple(n for pair in _sizes(what) for n in pair)
-        return cls(dtype, batch, gpu, sizes, *_kind(what))
+        return cls(dtype, batch, gpu, sizes, *_kind(what), bool(getattr(what, "inputs", ())))
 
 
 def _sizes(what: Any) -> Iterator[tuple[int, int]]:

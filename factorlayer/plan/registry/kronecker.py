@@ -40,7 +40,7 @@ RESIDENT = Family(
     tiling.tile,
     (Resident,),
     "resident",
-    Takes(sums=True),
+    Takes(sums=True, inputs=True),
 )
 SMALL_FLOAT = Family(
     "small float",
@@ -259,5 +259,5 @@ CHAIN_BACKWARD = Family(
     chain_backward.tile,
     (ChainBackward,),
     "visits",
-    Takes(tied=True, sums=True),
+    Takes(tied=True, sums=True, inputs=True),
 )

@@ -1,0 +1,40 @@
+// Rows that lie in memory as several tensors side by side, each of some of their features, and are read or written as if they
+// were one: x that is never concatenated, and its gradient. Nothing that is moved at once may lie in two of them.
+#pragma once
+#include "types/params.cuh"
+
+// The first tensor is where x or y would be, the others are a kernel's weights from SECOND on. Of x + begin + offset, as of a pointer, begin is where
+// some units begin, and offset is among these.
+template <class Element, int SECOND, int... FEATURES> struct Several {
+  static constexpr int COUNT = sizeof...(FEATURES), kFeatures = (FEATURES + ...);
+  static constexpr int kOwn[] = {FEATURES...};
+  const Params& params;
+  const void* first;
+
+  static constexpr DEVICE int begin_of(int tensor) {
+    int begin = 0;
+    for (int i = 0; i < tensor; ++i) begin += kOwn[i];
+    return begin;
+  }
+
+  struct From {
+    const Several& of;
+    i64 row;
+    int feature;
+    DEVICE Element* operator+(i64 offset) const {
+      const u32 at = u32(feature) + u32(offset), rows = at / kFeatures, here = at - rows * kFeatures;
+      const void* tensor = of.first;
+      int own = kOwn[0], begin = 0;
+      UNROLL for (int i = 1; i < COUNT; ++i) {
+        const bool behind = here >= u32(begin_of(i));
+        tensor = behind ? of.params.weights[SECOND + i - 1] : tensor;
+        own = behind ? kOwn[i] : own, begin = behind ? begin_of(i) : begin;
+      }
+      return static_cast<Element*>(const_cast<void*>(tensor)) + (row + rows) * own + (int(here) - begin);
+    }
+  };
+  DEVICE From operator+(i64 begin) const {
+    const i64 row = begin / kFeatures;
+    return {*this, row, int(begin - row * kFeatures)};
+  }
+};

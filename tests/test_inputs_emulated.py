@@ -1,0 +1,90 @@
+"""Kernels that read x, and write its gradient, as several tensors, by the emulator, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from emulator.driver import Emulator
+from oracle import kronecker
+from test_chain_backward import gradients_of
+from test_emulator import EPS, all_gradients_of, drawing
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.chain_backward import ChainBackward
+from factorlayer.kernels.resident import Resident
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan import planner
+from factorlayer.plan.plan import BATCHES, Plan, PlanError
+
+FEW, SOME, MANY = BATCHES
+
+CASES = [
+    # layer, inputs, dtype, samples, planned for, compute capability
+    (kronecker((8, 8), (8, 12)), (40, 24), "bfloat16", 19, MANY, 90),  # 16 bytes at once
+    (kronecker((6, 10), (10, 6)), (18, 2, 40), "tf32", 9, SOME, 80),  # 8 bytes
+    (kronecker((5, 9), (7, 4)), (1, 43, 1), "float16", 7, MANY, 90),  # 2 bytes
+    (kronecker((3, 4, 6), (5, 2, 7)), (30, 41, 1), "float32", 21, FEW, 80),
+    (kronecker((4, 9), (6, 5), rank=2), (20, 16), "float64", 6, SOME, 90),
+    (kronecker((64, 64), (16, 16)), (2048, 2048), "float32", 3, FEW, 90),  # the copy engine
+    (kronecker((33,), (20,)), (13, 20), "bfloat16", 21, SOME, 80),
+]
+
+
+def planned(spec: LayerSpec, chain: Chain, inputs: tuple[int, ...], dtype: str, batch: int, arch: int) -> Plan:
+    asked, computed = planner.parsed(
+        replace(chain, inputs=inputs, tf32=dtype == "tf32").text, "float32" if dtype == "tf32" else dtype
+    )
+    return planner.plan(asked[0], computed, batch, replace(Gpu.of(arch), sms=2))
+
+
+@pytest.mark.parametrize(("spec", "inputs", "dtype", "batch", "plan_of", "arch"), CASES, ids=str)
+def test_forward(
+    spec: LayerSpec, inputs: tuple[int, ...], dtype: str, batch: int, plan_of: int, arch: int, emulator: Emulator
+) -> None:
+    found = planned(spec, Chain.of(spec, True, "relu"), inputs, dtype, plan_of, arch)
+    assert isinstance(found.passes[0], Resident) and found.passes[0].work.inputs == inputs
+    draw = drawing(found.dtype)
+    x, bias = draw(batch, spec.in_features), draw(spec.out_features)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    first, *others = np.split(x, np.cumsum(inputs)[:-1], axis=1)
+    outputs, errors = emulator.run(found, emulator.compile(found), first, [*weights, bias, *others], bias, blocks=2)
+    assert not errors
+    right = np.maximum(np.asarray(naive(spec, torch.from_numpy(x), list(map(torch.from_numpy, weights)))) + bias, 0)
+    error = np.linalg.norm(outputs[-1] - right.ravel()) / np.linalg.norm(right)
+    assert error <= 2 * EPS[dtype] * (1 + len(spec.weight_shapes))
+
+
+@pytest.mark.parametrize(("spec", "inputs", "dtype", "batch", "plan_of", "arch"), CASES, ids=str)
+def test_all_gradients(
+    spec: LayerSpec, inputs: tuple[int, ...], dtype: str, batch: int, plan_of: int, arch: int, emulator: Emulator
+) -> None:
+    found = planned(spec, all_gradients_of(spec), inputs, dtype, plan_of, arch)
+    assert any(isinstance(p, ChainBackward) and p.work.inputs == inputs for p in found.passes)
+    draw = drawing(found.dtype)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    kernels = emulator.compile(found)
+    first, *others = np.split(x, np.cumsum(inputs)[:-1], axis=1)
+    outputs, errors = emulator.run(found, kernels, first, [*weights, grad, grad[:0], *others], None, blocks=2)
+    assert not errors
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+    right = [t.numpy() for t in torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))]
+    made = gradients_of(outputs, found, spec)
+    by_inputs = np.concatenate([part.ravel() for part in np.split(right[0], np.cumsum(inputs)[:-1], axis=1)])
+    for part, expected in zip(made, (by_inputs, *(t.ravel() for t in right[1:])), strict=True):
+        assert np.linalg.norm(part - expected) <= 4 * EPS[dtype] * len(spec.weight_shapes) * np.linalg.norm(expected)
+
+
+def test_what_no_pass_takes_is_refused() -> None:
+    gpu = Gpu.of(90)
+    for text, words in (
+        ("inputs 8 8; untied 0 4 4 4 1; untied 1 1 4 4 4", "no pass reads x from several tensors"),
+        ("inputs 8 8; tied 0 1 16 16 1 | tied 0 1 16 16 1", "no pass that takes several layers"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            planner.plan_of(text, "float32", 1, gpu)
