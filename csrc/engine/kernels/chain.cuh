@@ -18,7 +18,6 @@
 //        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
 //        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory
 #pragma once
-#include "move/several.cuh"
 #include "move/tiles.cuh"
 #include "multiply/mma.cuh"
 #include "finish/pointwise.cuh"

@@ -38,3 +38,9 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
     return {*this, row, int(begin - row * kFeatures)};
   }
 };
+
+// Where something lies, if it is there; else some place.
+template <class Element> DEVICE const Element* at_or_begin(const Element* from, i64 offset, bool there) {
+  return there ? from + offset : from;
+}
+template <class From> DEVICE auto at_or_begin(const From& from, i64 offset, bool there) { return from + (there ? offset : 0); }

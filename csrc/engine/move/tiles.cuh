@@ -5,6 +5,7 @@
 // Pass: Element; WARPS, GROUPS, UNITS of a tile, UNITS_PER_SAMPLE
 #pragma once
 #include "move/memory.cuh"
+#include "move/several.cuh"
 #include "types/layout.cuh"
 #include "types/params.cuh"
 
@@ -57,7 +58,7 @@ template <class Pass> struct Tiles {
       if constexpr (COPY >= 4)
         lines.template each<8>(
             element, [](int, i64, int) { return 0; },
-            [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, from + (here(e) ? offset : 0), here(e)); });
+            [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, at_or_begin(from, offset, here(e)), here(e)); });
       else
         lines.template each<16>(
             element, [&](int, i64 offset, int e) { return here(e) ? *(from + offset) : Element{}; },
