@@ -14,12 +14,19 @@ from test_emulator import EPS, all_gradients_of, drawing
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
+from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
+from factorlayer.kernels.kronecker.pair_backward import PairBackward
+from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.resident import Resident
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan import planner
+from factorlayer.plan import planner, registry
+from factorlayer.plan.cuts import around, inputs_of, modes_of
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.visits import visits
 
 FEW, SOME, MANY = BATCHES
 
@@ -47,7 +54,7 @@ def test_forward(
     spec: LayerSpec, inputs: tuple[int, ...], dtype: str, batch: int, plan_of: int, arch: int, emulator: Emulator
 ) -> None:
     found = planned(spec, Chain.of(spec, True, "relu"), inputs, dtype, plan_of, arch)
-    assert isinstance(found.passes[0], Resident) and found.passes[0].work.inputs == inputs
+    assert isinstance(found.passes[0], Resident) and found.passes[0].work.inputs.features == inputs
     draw = drawing(found.dtype)
     x, bias = draw(batch, spec.in_features), draw(spec.out_features)
     weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
@@ -64,7 +71,39 @@ def test_all_gradients(
     spec: LayerSpec, inputs: tuple[int, ...], dtype: str, batch: int, plan_of: int, arch: int, emulator: Emulator
 ) -> None:
     found = planned(spec, all_gradients_of(spec), inputs, dtype, plan_of, arch)
-    assert any(isinstance(p, ChainBackward) and p.work.inputs == inputs for p in found.passes)
+    check_gradients(spec, inputs, found, batch, emulator)
+
+
+FAMILIES = [
+    (ChainBackward, kronecker((8, 12), (12, 8)), (40, 56), "bfloat16", 90),
+    (PairBackward, kronecker((16, 24), (24, 16)), (8, 368, 8), "float16", 80),
+    (PairBackward, kronecker((9, 12), (16, 9)), (4, 104), "float32", 80),
+    (PairBackward, kronecker((12, 10), (10, 8)), (62, 58), "float64", 80),
+    (Pair16Backward, kronecker((40, 48), (32, 64)), (1000, 920), "bfloat16", 90),
+    (Pair16LargeBackward, kronecker((72, 80), (40, 96)), (32, 5728), "float16", 90),
+    (PairSplitBackward, kronecker((24, 32), (40, 24)), (28, 700, 40), "float32", 90),
+    (PairSplitBackward, kronecker((2, 28, 32), (2, 24, 32)), (896, 896), "tf32", 90),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "inputs", "dtype", "arch"), FAMILIES, ids=str)
+def test_families_that_take_inputs(
+    kind: type[Pass], spec: LayerSpec, inputs: tuple[int, ...], dtype: str, arch: int, emulator: Emulator
+) -> None:
+    chain, gpu = replace(all_gradients_of(spec), inputs=inputs), replace(Gpu.of(arch), sms=2)
+    outer, _ = around(chain)
+    if kind is ChainBackward:
+        ways = [visits(chain, dtype, MANY, gpu)]
+    else:
+        ways = list(
+            registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, MANY, gpu, inputs=inputs_of(chain))
+        )
+    (passes,) = (way for way in ways if isinstance(way[0], kind))
+    check_gradients(spec, inputs, Plan(chain, dtype, MANY, gpu, passes), 3, emulator)
+
+
+def check_gradients(spec: LayerSpec, inputs: tuple[int, ...], found: Plan, batch: int, emulator: Emulator) -> None:
+    dtype = found.dtype
     draw = drawing(found.dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]

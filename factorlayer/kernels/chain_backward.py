@@ -40,7 +40,7 @@ from factorlayer.kernels.tiling import (
     waits_for_weights,
     waits_of,
 )
-from factorlayer.kernels.work import Mode, Work, merged, round_up
+from factorlayer.kernels.work import Mode, Work, merged, round_up, told_inputs
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
 TILES = (
@@ -175,14 +175,9 @@ class ChainBackward(BlockSums):
     def output_bytes(self) -> int:
         return self.terms_out * self.features(0) * self.size if self.places.y else 0
 
-    @property
-    def gradients_at(self) -> int:
-        """The weight that the gradient of the second tensor of x is, if that is several."""
-        return self.work.inputs_at + len(self.work.inputs) - 1
-
     def outputs(self, batch: int) -> tuple[int, ...]:
         if self.work.inputs and self.places.y:
-            return tuple(batch * features * self.size for features in self.work.inputs)
+            return tuple(batch * features * self.size for features in self.work.inputs.features)
         return super().outputs(batch)
 
     @property
@@ -232,7 +227,7 @@ class ChainBackward(BlockSums):
         if self.places.g or self.places.x != "x":
             return []
         return [
-            *self.work.asks[: max(1, len(self.work.inputs))],
+            *self.work.asks[: len(self.work.inputs.features) if self.work.inputs else 1],
             ask_for(f"params.weights[{self.places.grad}]", self.features(-1) * self.size),
         ]
 
@@ -321,7 +316,7 @@ class ChainBackward(BlockSums):
         told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size, work.inputs)}
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
         told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size, work.inputs), "RETURNS": bool(places.y)}
-        told |= {"Source": work.several(work.inputs_at), "Sink": work.several(self.gradients_at)}
+        told |= told_inputs(work.inputs)
         told |= {"SUMS_AT": Long(self.sums_at // SUM_BYTES[self.dtype])}
         told |= {"MEETINGS": work.rank * 3 * last + 2 * bool(places.y)}
         told |= {"PARTS": self.parts, "PART": self.back[0].q, "ROWS": self.forward[0].p}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from factorlayer.device.code import constants, kinds
+from factorlayer.device.code import Told, constants, kinds
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.work import round_up
 
@@ -62,7 +62,7 @@ class Grouped(BlockSums):
         most = 65536 // (128 * round_up(self.registers, 8)) * 4  # warps: registers are dealt to quarters of four
         return bool(self.registers <= 255 and self.warps <= most and self.shared <= self.gpu.shared)
 
-    def constants(self, numbers: dict[str, int]) -> list[str]:
+    def constants(self, numbers: Told) -> list[str]:
         """The first lines of its kernel's constants."""
         numbers |= {"UNITS_PER_SAMPLE": self.units_per_sample, "ROWS": self.rows, "PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "SLOTS": self.slots, "AT_ONCE": self.at_once}

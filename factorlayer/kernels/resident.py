@@ -19,7 +19,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, OfWork, Work, round_up
+from factorlayer.kernels.work import Inputs, Mode, OfWork, Work, round_up, told_inputs
 
 SCALE_BYTES = 4
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
@@ -174,7 +174,7 @@ class Resident(OfWork):
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (" by each block" if self.made > 1 else "")
             + ("; straight to memory" if self.straight else "")
-            + (f"; x from {len(self.work.inputs)} tensors" if self.work.inputs else "")
+            + (f"; x from {len(self.work.inputs.features)} tensors" if self.work.inputs else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
 
@@ -200,7 +200,7 @@ class Resident(OfWork):
         told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
         told |= {"TERM_IN": Long(self.features(0) if work.apart else 0), "BIAS": work.bias}
         told |= {"TERM_OUT": Long(self.features(-1) if work.terms > 1 else 0)}
-        told |= {"Source": work.several(work.inputs_at)}
+        told |= {"Source": told_inputs(work.inputs)["Source"]}
         told |= {key: _region_type(self, out) for key, out in (("Input", False), ("Output", True))}
         weight_at = 0
         for i, stage in enumerate(stages):
@@ -252,16 +252,16 @@ def _region_type(plan: Resident, out: bool) -> str:
 
 
 def _access(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int], out: bool) -> int:
-    return copied_at_once(layout, region, plan.size, () if out else plan.work.inputs)
+    return copied_at_once(layout, region, plan.size, None if out else plan.work.inputs)
 
 
 def copied_at_once(
-    layout: Layout, region: tuple[int, int, int, int, int], size: int, inputs: Sequence[int] = ()
+    layout: Layout, region: tuple[int, int, int, int, int], size: int, inputs: Inputs | None = None
 ) -> int:
     """Bytes: what divides every run, in memory and in shared memory, and the rows of each tensor that x is."""
     _, contiguous, _, whole, step = region
     run = layout.i if layout.i > 1 else layout.p
-    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step, *inputs)))
+    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step, *(inputs.features if inputs else ()))))
 
 
 def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int], out: bool) -> int:
@@ -271,7 +271,7 @@ def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int],
     together = layout.i if layout.i > 1 else layout.p
     if step == layout.i:
         together = layout.p * layout.i if layout.row != layout.p * layout.i else rows * contiguous
-    run = math.gcd(together, contiguous, *(() if out else plan.work.inputs))
+    run = math.gcd(together, contiguous, *(() if out or not plan.work.inputs else plan.work.inputs.features))
     good = not plan.is_ragged and run * plan.size >= LEAST_RUN and _access(plan, layout, region, out) == 16
     return run if plan.gpu.copy_engine and good else 0
 

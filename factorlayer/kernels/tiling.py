@@ -26,7 +26,7 @@ from factorlayer.kernels.stages import (
     tiles_across,
     together,
 )
-from factorlayer.kernels.work import Work, round_up
+from factorlayer.kernels.work import Inputs, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -257,11 +257,12 @@ def beside_products(stage: Stage) -> float:
     return count + words * OF_PADDING / 32
 
 
-def pieces_of(elements: int, work: Work, chunk: int, inputs: Sequence[int] = ()) -> float:
+def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = None) -> float:
     """Instructions of warps that move a unit by pieces of less than 16 bytes."""
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
-    access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16, *(n * size for n in inputs))
+    access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
+    access = math.gcd(access, *(n * size for n in inputs.features)) if inputs else access
     if access == 16:
         return 0.0
     return elements * size / access / 32 * of_pieces(access, run * size)

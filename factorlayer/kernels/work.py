@@ -13,6 +13,34 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors that x is, side by side, each of some features: the first in its place, the second a kernel's weight
+    of this number, and so on; and their gradients so behind them."""
+
+    features: tuple[int, ...]
+    second: int
+
+    def are_pieces(self, size: int) -> bool:
+        """Whether all rows are whole pieces of 16 bytes."""
+        return all(n * size % 16 == 0 for n in self.features)
+
+    def asks(self, size: int) -> list[tuple[str, str]]:
+        """As kernels ask for them; of elements of so many bytes."""
+        names = ["params.x", *(f"params.weights[{self.second + i}]" for i in range(len(self.features) - 1))]
+        return [ask_for(name, n * size) for name, n in zip(names, self.features, strict=True)]
+
+
+def told_inputs(inputs: Inputs | None) -> dict[str, str]:
+    """What a kernel is told of x and of its gradient: tensors that they are, if they are several."""
+    if inputs is None:
+        return {"Source": "void", "Sink": "void"}
+    features, others = ", ".join(map(str, inputs.features)), len(inputs.features) - 1
+    at = {"Source": inputs.second, "Sink": inputs.second + others}
+    return {name: f"Several<Element, {second}, {features}>" for name, second in at.items()}
+
+
 SIZES = "P0", "P1", "Q0", "Q1"  # of two modes, as kernels are told them
 
 
@@ -68,6 +96,7 @@ class OfTwoModes(TwoSizes):
 
     modes: tuple[Mode, Mode]
     dtype: str
+    inputs: Inputs | None = None  # if x is several tensors, which not all take
 
     @kept
     def sizes(self) -> tuple[int, int, int, int]:
@@ -96,8 +125,16 @@ class OfTwoModes(TwoSizes):
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for mode in self.modes for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
-        states = {"params.x": p0 * p1, f"params.weights[{len(parts)}]": q0 * q1}
-        return [*(ask_for(name, self.units_per_sample * count * size) for name, count in states.items()), *weights]
+        x, grad_y = (
+            ask_for(name, self.units_per_sample * count * size)
+            for name, count in (("params.x", p0 * p1), (f"params.weights[{len(parts)}]", q0 * q1))
+        )
+        return [*(self.inputs.asks(size) if self.inputs else [x]), grad_y, *weights]
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        if self.inputs is None:
+            return super().outputs(batch)
+        return tuple(batch * n * self.size for n in self.inputs.features)
 
 
 @dataclass(frozen=True)
@@ -117,8 +154,7 @@ class Work:
     terms: int = 1
     apart: bool = False  # x has a state for each term
     transposed: bool = False  # weights lie in memory the other way round: as [p, q]
-    inputs: tuple[int, ...] = ()  # features of each tensor that x is, if it is several
-    inputs_at: int = 0  # of these the second is a kernel's weight of this number, and so on
+    inputs: Inputs | None = None  # if x is several tensors
 
     @property
     def held(self) -> int:
@@ -134,7 +170,8 @@ class Work:
     def unnumbered(self) -> Work:
         """The same work without the weights' numbers: all of its sizes are tiled as it is."""
         steps = tuple((at, Mode(tuple((0, q, p) for _, q, p in mode.parts))) for at, mode in self.steps)
-        return replace(self, steps=steps, scalars=0, inputs_at=0)
+        inputs = self.inputs and replace(self.inputs, second=0)
+        return replace(self, steps=steps, scalars=0, inputs=inputs)
 
     @property
     def asks(self) -> Asks:
@@ -142,15 +179,8 @@ class Work:
         size = ELEMENT_BYTES[self.dtype]
         parts = [part for _, mode in self.steps for part in mode.parts]
         weights = [(f"params.weights[{weight}]", str(q * p * size)) for weight, q, p in parts]
-        x = {"params.x": self.outer * math.prod(self.sizes) * self.inner}
-        if self.inputs:
-            first, *others = self.inputs
-            x = {"params.x": first} | {f"params.weights[{self.inputs_at + i}]": n for i, n in enumerate(others)}
-        return [*(ask_for(name, features * size) for name, features in x.items()), *weights]
-
-    def several(self, at: int) -> str:
-        """The type of x, or of its gradient, where that is several tensors, the second of which is weight `at`."""
-        return f"Several<Element, {', '.join(map(str, (at, *self.inputs)))}>" if self.inputs else "void"
+        x = ask_for("params.x", self.outer * math.prod(self.sizes) * self.inner * size)
+        return [*(self.inputs.asks(size) if self.inputs else [x]), *weights]
 
     @property
     def finish(self) -> list[str]:

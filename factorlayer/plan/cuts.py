@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from factorlayer.kernels.weights import LARGEST_NORMALISED
-from factorlayer.kernels.work import Mode, Work
+from factorlayer.kernels.work import Inputs, Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 
@@ -98,10 +98,11 @@ def parts_of(order: list[int], count: int) -> Iterator[list[list[int]]]:
         yield [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def inputs_at(chain: Chain) -> int:
-    """The weight of a kernel that the second tensor is, where x is several: behind the weights and a bias, or, of all
-    gradients, behind grad_y and what is made. Their gradients are behind them."""
-    return len(chain.contractions) + 2 if chain.backward else chain.weights + 1
+def inputs_of(chain: Chain) -> Inputs | None:
+    """Where kernels find x, if it is several tensors: behind the weights and a bias, or, of all gradients, behind
+    grad_y and what is made."""
+    second = len(chain.contractions) + 2 if chain.backward else chain.weights + 1
+    return Inputs(chain.inputs, second) if chain.inputs else None
 
 
 def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:
@@ -123,8 +124,7 @@ def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list
                 bias=chain.bias and final,
                 activation=chain.activation if final else "identity",
                 scalars=len(chain.contractions),
-                inputs=chain.inputs if begins else (),
-                inputs_at=inputs_at(chain) if begins else 0,
+                inputs=inputs_of(chain) if begins else None,
             )
         )
         for i in part:

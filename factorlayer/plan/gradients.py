@@ -16,7 +16,7 @@ from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
-from factorlayer.plan.cuts import around, modes_of
+from factorlayer.plan.cuts import around, inputs_of, modes_of
 from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.products import class_us, one_by_one, sum_us
@@ -66,7 +66,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
         if with_bias is None:
             raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
         return (with_bias,)
-    ways_back = [] if chain.inputs else _ways_back(chain, dtype, batch, gpu)
+    ways_back = _of_inputs(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
     found = [*ways_back, *_by_visits(chain, dtype, batch, gpu)]
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
@@ -101,6 +101,15 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         outer, inner = around(chain)
         if inner == 1:
             yield from registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
+
+
+def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
+    """Of an x that is several tensors, by families that read it so."""
+    if chain.rank == 1 and len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
+        outer, inner = around(chain)
+        if inner == 1:
+            asked = modes_of(chain), outer, dtype, batch, gpu
+            yield from registry.ways(registry.OF_FACTORS, *asked, inputs=inputs_of(chain))
 
 
 def _at_one_visit(chain: Chain) -> tuple[registry.Family, ...]:

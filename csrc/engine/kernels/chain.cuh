@@ -100,13 +100,9 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   // Where each term has a state of its own, a block takes its own term's, or all of them.
   DEVICE auto state_of(int held) const {
-    if constexpr (is_void<typename Pass::Source>) {
-      const Element* x = static_cast<const Element*>(params.x);
-      if constexpr (Pass::TERM_IN > 0) x += (i64(blockIdx.y) + held) * params.batch * Pass::TERM_IN;
-      return x;
-    } else {
-      return typename Pass::Source{params, params.x};
-    }
+    auto x = source_of<typename Pass::Source, Element>(params);
+    if constexpr (Pass::TERM_IN > 0) x += (i64(blockIdx.y) + held) * params.batch * Pass::TERM_IN;
+    return x;
   }
 
   DEVICE void load_runs(i64 first, int slot) const {

@@ -208,13 +208,9 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       const auto* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + of_term<Pass::G_TERM>();
       using Input = typename Pass::Input;
       using Output = typename Pass::Output;
-      if constexpr (is_void<typename Pass::Source>) {
-        const auto* x = static_cast<const Element*>(params.x) + of_term<Pass::X_TERM>();
-        Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
-      } else {
-        const typename Pass::Source x{params, params.x};
-        Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
-      }
+      auto x = source_of<typename Pass::Source, Element>(params);
+      if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
+      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
       ROLL for (int t = 0; t < Pass::GRADS; ++t)
         Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(
             g + t * params.batch * Pass::G_TERM, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
@@ -245,14 +241,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       if constexpr (Pass::RETURNS) {
         using Returned = typename Pass::Returned;
         constexpr int kOfRow = Returned::kSize / Pass::PART;
-        if constexpr (is_void<typename Pass::Sink>) {
-          Element* y = static_cast<Element*>(params.y) + of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
-          Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
-              tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
-        } else {
-          const typename Pass::Sink y{params, params.y};
-          Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, x, y);
-        }
+        auto y = sink_of<typename Pass::Sink, Element>(params);
+        if constexpr (Pass::Y_TERM > 0 || Pass::PARTS > 1) y += of_term<Pass::Y_TERM>() + part() * Pass::PART_STEP;
+        Base::template store_pieces<Returned, typename Pass::Final, Pass::STORE>(
+            tile * Pass::UNITS, x, y, (Pass::ROWS - part() * Pass::PART) * kOfRow);
       }
       sync();  // its result has left
       load(tile + Pass::SLOTS * step, tiles, slot);

@@ -19,9 +19,9 @@ template <class Math, class T, int THREADS> struct Operands {
     return lane;
   }
   static constexpr DEVICE int access(int n) { return n * kSize % 16 == 0 ? 16 : n * kSize % 8 == 0 ? 8 : 4; }
-  // LENGTH rows of COLUMNS elements, which are FROM_STEP apart where they come from.
-  template <int LENGTH, int COLUMNS, int STRIDE, int EACH = THREADS, int FROM_STEP = COLUMNS>
-  static DEVICE void copy(const Element* from, u32 to) {
+  // LENGTH rows of COLUMNS elements, which are FROM_STEP apart where they come from, or in several tensors.
+  template <int LENGTH, int COLUMNS, int STRIDE, int EACH = THREADS, int FROM_STEP = COLUMNS, class From>
+  static DEVICE void copy(const From& from, u32 to) {
     constexpr int kBytes = access(COLUMNS), kEach = kBytes / kSize, kRow = COLUMNS / kEach;
     UNROLL_BY(4) for (int j = threadIdx.x % EACH; j < LENGTH * kRow; j += EACH) {
       const i64 at = FROM_STEP == COLUMNS ? j * kEach : i64(j / kRow) * FROM_STEP + j % kRow * kEach;
@@ -170,18 +170,18 @@ template <class Math, class T, int THREADS> struct Operands {
   }
 
   // 16 rows of sums to rows that are STEP apart; of a tile that is not WHOLE, those before ROWS, and columns before COLUMNS.
-  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
-  static DEVICE void store_sums(const Real (&sums)[NT][4], int first, int column, Element* to, Lane lane) {
+  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT, class To>
+  static DEVICE void store_sums(const Real (&sums)[NT][4], int first, int column, const To& to, Lane lane) {
     UNROLL for (int n = 0; n < NT; ++n)
       UNROLL for (int i = 0; i < 2; ++i) {
         const int row = first + lane.g + i * 8, c = column + n * 8 + lane.t * 2;
         if (WHOLE || (row < ROWS && c < COLUMNS))
-          store_two<COLUMNS % 2 == 0>(to + i64(row) * STEP + c, sums[n][i * 2], sums[n][i * 2 + 1], c + 1 < COLUMNS);
+          store_two<COLUMNS % 2 == 0>(to + (i64(row) * STEP + c), sums[n][i * 2], sums[n][i * 2 + 1], c + 1 < COLUMNS);
       }
   }
   // The same by whole pieces, through the warp's own 16 rows at `staged`
-  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
-  static DEVICE void store_pieces(const Real (&sums)[NT][4], int first, int column, Element* to, u32 staged, Lane lane) {
+  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT, class To>
+  static DEVICE void store_pieces(const Real (&sums)[NT][4], int first, int column, const To& to, u32 staged, Lane lane) {
     constexpr int kStaged = NT * 8 + 8;
     UNROLL for (int n = 0; n < NT; ++n)
       UNROLL for (int i = 0; i < 2; ++i)
@@ -192,14 +192,14 @@ template <class Math, class T, int THREADS> struct Operands {
     UNROLL_BY(4) for (int j = lane.index; j < 16 * kRow; j += 32) {
       const int row = j / kRow, c = j % kRow * kEach;
       if (WHOLE || (first + row < ROWS && column + c < COLUMNS))
-        store_words<kBytes>(to + i64(first + row) * STEP + column + c,
+        store_words<kBytes>(to + (i64(first + row) * STEP + column + c),
                             load_words<kBytes>(staged + (row * kStaged + c) * kSize));
     }
     __syncwarp();
   }
   // Of 16 bits, by whole pieces; of others, four lanes' sums are 32 bytes and more of a row.
-  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT>
-  static DEVICE void store_tile(const Real (&sums)[NT][4], int first, int column, Element* to, u32 staged, Lane lane) {
+  template <int ROWS, int COLUMNS, int STEP, bool WHOLE, int NT, class To>
+  static DEVICE void store_tile(const Real (&sums)[NT][4], int first, int column, const To& to, u32 staged, Lane lane) {
     if constexpr (kSize == 2)
       store_pieces<ROWS, COLUMNS, STEP, WHOLE>(sums, first, column, to, staged, lane);
     else

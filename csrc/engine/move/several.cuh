@@ -3,8 +3,8 @@
 #pragma once
 #include "types/params.cuh"
 
-// The first tensor is where x or y would be, the others are a kernel's weights from SECOND on. Of x + begin + offset, as of a pointer, begin is where
-// some units begin, and offset is among these.
+// The first tensor is where x or y would be, the others are a kernel's weights from SECOND on. Of x + begin + offset, as of a
+// pointer, begin is where some units begin, and offset is among these.
 template <class Element, int SECOND, int... FEATURES> struct Several {
   static constexpr int COUNT = sizeof...(FEATURES), kFeatures = (FEATURES + ...);
   static constexpr int kOwn[] = {FEATURES...};
@@ -18,16 +18,17 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
   }
 
   struct From {
-    const Several& of;
+    const Params& params;
+    const void* first;
     i64 row;
     int feature;
     DEVICE Element* operator+(i64 offset) const {
       const u32 at = u32(feature) + u32(offset), rows = at / kFeatures, here = at - rows * kFeatures;
-      const void* tensor = of.first;
+      const void* tensor = first;
       int own = kOwn[0], begin = 0;
       UNROLL for (int i = 1; i < COUNT; ++i) {
         const bool behind = here >= u32(begin_of(i));
-        tensor = behind ? of.params.weights[SECOND + i - 1] : tensor;
+        tensor = behind ? params.weights[SECOND + i - 1] : tensor;
         own = behind ? kOwn[i] : own, begin = behind ? begin_of(i) : begin;
       }
       return static_cast<Element*>(const_cast<void*>(tensor)) + (row + rows) * own + (int(here) - begin);
@@ -35,7 +36,7 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
   };
   DEVICE From operator+(i64 begin) const {
     const i64 row = begin / kFeatures;
-    return {*this, row, int(begin - row * kFeatures)};
+    return {params, first, row, int(begin - row * kFeatures)};
   }
 };
 
@@ -44,3 +45,17 @@ template <class Element> DEVICE const Element* at_or_begin(const Element* from, 
   return there ? from + offset : from;
 }
 template <class From> DEVICE auto at_or_begin(const From& from, i64 offset, bool there) { return from + (there ? offset : 0); }
+
+// A kernel's x and y: pointers, or the tensors that they are, if Source and Sink are not void.
+template <class Source, class Element> DEVICE auto source_of(const Params& params) {
+  if constexpr (is_void<Source>)
+    return static_cast<const Element*>(params.x);
+  else
+    return Source{params, params.x};
+}
+template <class Sink, class Element> DEVICE auto sink_of(const Params& params) {
+  if constexpr (is_void<Sink>)
+    return static_cast<Element*>(params.y);
+  else
+    return Sink{params, params.y};
+}

@@ -16,7 +16,8 @@ template <class Element, int HEIGHT> struct Slabs {
   static DEVICE u64 by_k(u32 state, int row, int s) { return operand(state + row * 128 + s / 4 * kSlab) + s % 4 * 2; }
   static DEVICE u64 by_column(u32 state, int slab, int s) { return turned_operand(state + slab * kSlab + s * 2048, kSlab); }
 
-  template <int ROWS, int COLUMNS, int THREADS> static DEVICE void copy(const Element* from, u32 to) {
+  // From and To, below: pointers, or several tensors.
+  template <int ROWS, int COLUMNS, int THREADS, class From> static DEVICE void copy(const From& from, u32 to) {
     UNROLL_BY(4) for (int j = threadIdx.x % THREADS; j < ROWS * COLUMNS / 8; j += THREADS)
       copy_async<16>(to + place(j / (COLUMNS / 8), j % (COLUMNS / 8) * 8), from + j * 8, true);
   }
@@ -52,8 +53,8 @@ template <class Element, int HEIGHT> struct Slabs {
     }
   }
   // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
-  template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N>
-  static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, Element* to) {
+  template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N, class To>
+  static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, const To& to) {
     UNROLL for (int j = 0; j < N; j += 2)
       store_shared(through + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
                    Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
@@ -62,7 +63,7 @@ template <class Element, int HEIGHT> struct Slabs {
     UNROLL_BY(4) for (int j = lane.index; j < 16 * kRow; j += 32) {
       const int row = first + j / kRow, column = j % kRow * 8;
       if (ROWS == HEIGHT || row < ROWS)
-        store_words<16>(to + row * STRIDE + column, load_words<16>(through + place(row, column)));
+        store_words<16>(to + (row * STRIDE + column), load_words<16>(through + place(row, column)));
     }
     __syncwarp();
   }

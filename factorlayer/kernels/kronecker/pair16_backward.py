@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.work import Inputs, Mode
 
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
 UNIT_US = 0.9  # of a group, from a unit's first product to its store
@@ -48,6 +48,8 @@ class Pair16Backward(ByWarpgroups):
         return max(units * max(self.memory_us, products), UNIT_US * math.ceil(units / self.groups))
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> Pair16Backward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> Pair16Backward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return fastest(ways(Pair16Backward, modes, outer, dtype, batch, gpu))
+    return fastest(ways(Pair16Backward, modes, outer, dtype, batch, gpu, inputs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.work import Inputs, Mode
 
 STATE_BYTES = 128 * 128 * 2  # whatever the sizes are
 UNIT_US = 1.3  # of waits and conversions, which nothing hides
@@ -42,6 +42,8 @@ class Pair16LargeBackward(ByWarpgroups):
         return units * max(self.memory_us, products + UNIT_US)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> Pair16LargeBackward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> Pair16LargeBackward | None:
     """None where this family has no kernel, or warps by themselves need no more products."""
-    return next(ways(Pair16LargeBackward, modes, outer, dtype, batch, gpu), None)
+    return next(ways(Pair16LargeBackward, modes, outer, dtype, batch, gpu, inputs), None)

@@ -11,7 +11,7 @@ from factorlayer.device.kept import kept
 from factorlayer.kernels.grouped import HELD, MOST_GROUPS, Grouped
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
-from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, as_two, round_up, told_inputs
 
 LARGEST = {"float64": 96, "float32": 96, "tf32": 96, "bfloat16": 128, "float16": 128}  # whose sums a group can hold
 LEAST = 8  # half of a warp's rows
@@ -30,6 +30,7 @@ class PairBackward(OfTwoModes, Grouped):
     slots: int
     gpu: Gpu
     us: float = 0.0
+    inputs: Inputs | None = None
 
     @property
     def at_once(self) -> int:
@@ -75,27 +76,34 @@ class PairBackward(OfTwoModes, Grouped):
     @property
     def told(self) -> list[str]:
         numbers = self.told_sizes | {"GRAD": sum(len(mode.parts) for mode in self.modes)}
-        return self.constants(numbers) + told_weights(self.modes, "ab", self.dtype)
+        return self.constants(numbers | told_inputs(self.inputs)) + told_weights(self.modes, "ab", self.dtype)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairBackward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu))
+    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
 
 
-def _tilings(modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu) -> Iterator[PairBackward]:
+def _tilings(
+    modes: tuple[Mode, ...], outer: int, dtype: str, gpu: Gpu, inputs: Inputs | None
+) -> Iterator[PairBackward]:
+    size = ELEMENT_BYTES[dtype]
     for both, columns in itertools.product(as_two(modes), (1, 2, 4)):
         sizes = [n for mode in both for n in (mode.p, mode.q)]
         if min(sizes) < LEAST or max(sizes) > LARGEST[dtype] or not all(can_be_made(mode, dtype) for mode in both):
             continue
-        if ELEMENT_BYTES[dtype] == 2 and (both[1].p % 2 or both[1].q % 2):
+        if inputs and not (inputs.are_pieces(size) and both[1].p * size % 16 == 0):
+            continue
+        if size == 2 and (both[1].p % 2 or both[1].q % 2):
             continue
         if columns > 1 and 8 * columns > min(both[1].p, both[1].q):
             continue
         rows = -(-both[0].p // 16)
         for groups, slots, more in itertools.product(range(MOST_GROUPS, 0, -1), (3, 2, 1), (0, 1, 2)):
-            plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu)
+            plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu, inputs=inputs)
             if plan.fits:
                 yield plan
 

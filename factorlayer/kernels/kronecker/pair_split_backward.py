@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Mode
+from factorlayer.kernels.work import Inputs, Mode
 
 PIECES = {"float32": 3, "tf32": 2}
 PRODUCTS = {3: 6, 2: 3}  # of pieces, that count
@@ -57,6 +57,8 @@ class PairSplitBackward(ByWarpgroups):
         return max(units * max(self.memory_us, products), waits)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairSplitBackward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> PairSplitBackward | None:
     """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return fastest(ways(PairSplitBackward, modes, outer, dtype, batch, gpu))
+    return fastest(ways(PairSplitBackward, modes, outer, dtype, batch, gpu, inputs))

@@ -12,7 +12,7 @@ from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.weights import can_be_made, told_weights
-from factorlayer.kernels.work import Mode, OfTwoModes, as_two, round_up
+from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, as_two, round_up, told_inputs
 
 LEAST = 24  # of a size that fills the matrix unit
 BARRIER_BYTES = 1024
@@ -27,6 +27,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     units_per_sample: int
     gpu: Gpu
     us: float = 0.0
+    inputs: Inputs | None = None
     singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
 
     dtypes: ClassVar[tuple[str, ...]] = ()
@@ -63,6 +64,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         _, p1, _, q1 = self.sizes
         inside = min(self.sizes) >= LEAST and max(self.sizes) <= self.largest and self.shared <= self.gpu.shared
         pieces = p1 * self.size % 16 == 0 and q1 * self.size % 16 == 0
+        pieces = pieces and (self.inputs is None or self.inputs.are_pieces(self.size))
         return inside and pieces and all(can_be_made(mode, self.dtype) for mode in self.modes)
 
     @property
@@ -76,7 +78,9 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     @property
     def told(self) -> list[str]:
         numbers = {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": sum(len(mode.parts) for mode in self.modes)}
-        lines = constants({"Element": ELEMENT[self.dtype], **self.told_sizes, **self.numbers, **numbers})
+        lines = constants(
+            {"Element": ELEMENT[self.dtype], **told_inputs(self.inputs), **self.told_sizes, **self.numbers, **numbers}
+        )
         return lines + told_weights(self.modes, "ab", self.dtype)
 
     @property
@@ -100,11 +104,17 @@ Family = TypeVar("Family", bound=ByWarpgroups)
 
 
 def ways(
-    family: type[Family], modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
+    family: type[Family],
+    modes: tuple[Mode, ...],
+    outer: int,
+    dtype: str,
+    batch: int,
+    gpu: Gpu,
+    inputs: Inputs | None = None,
 ) -> Iterator[Family]:
     """Ways to take neighbours as two that the family has a kernel for."""
     if gpu.wgmma and dtype in family.dtypes:
         for both in as_two(modes):
-            plan = family(both, dtype, outer, gpu)
+            plan = family(both, dtype, outer, gpu, inputs=inputs)
             if plan.fits:
                 yield replace(plan, us=plan.us_of(batch))

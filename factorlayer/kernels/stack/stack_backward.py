@@ -31,7 +31,7 @@ from factorlayer.kernels.passes import MOST_TENSORS
 from factorlayer.kernels.resident import copied_at_once, stage_type
 from factorlayer.kernels.stages import NO_TILES, Layout, Stage, TileUs, row_step, together
 from factorlayer.kernels.tiling import WEIGHTS_AT_ONCE, odd_us, of_pieces, predict, stage_for, waits_of
-from factorlayer.kernels.work import round_up
+from factorlayer.kernels.work import round_up, told_inputs
 from factorlayer.maths.chain import Chain
 
 SAMPLES = (16, 32, 64, 128)  # of a tile
@@ -210,7 +210,7 @@ class StackBackward(BlockSums):
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
         told |= {"UNITS_PER_SAMPLE": 1, "GRAD": self.tensors, "COUNT": self.weights, "BIAS": False, "PARTS": 1}
         told |= {"TERMS": 1, "GRADS": 1, "kGradBytes": 0, "MEETINGS": last + self.steepens + 2 * (last + 1)}
-        told |= {"Source": "void", "Sink": "void"}
+        told |= told_inputs(None)
         told |= {"X_TERM": 0, "G_TERM": 0, "COPY_X": copied_at_once(self.raw(0), regions[0], self.size)}
         told |= {"COPY_G": copied_at_once(self.raw(last + 1), regions[1], self.size)}
         told |= {"kBarrierBytes": 0, "kWeightBytes": self.weight_bytes, "kStateBytes": self.state_bytes[0]}

@@ -127,7 +127,10 @@ OF_FACTORS = (
         pair_backward.tile,
         (pair_backward.PairBackward,),
         "pair-backward",
-        Takes(factors=(2, ANY), sizes=(pair_backward.LEAST, max(pair_backward.LARGEST.values())), merged=True),
+        Takes(
+            factors=(2, ANY), sizes=(pair_backward.LEAST, max(pair_backward.LARGEST.values())), merged=True, inputs=True
+        ),
+        told=("inputs",),
     ),
     Family(
         "pair16 large backward",
@@ -141,7 +144,9 @@ OF_FACTORS = (
             (2, ANY),
             (warpgroups.LEAST, pair16_large_backward.Pair16LargeBackward.largest),
             merged=True,
+            inputs=True,
         ),
+        told=("inputs",),
     ),
     Family(
         "pair tf32 backward",
@@ -163,7 +168,15 @@ OF_FACTORS = (
         pair16_backward.tile,
         (pair16_backward.Pair16Backward,),
         "pair-backward",
-        Takes(HALVES, ("wgmma",), (2, ANY), (warpgroups.LEAST, pair16_backward.Pair16Backward.largest), merged=True),
+        Takes(
+            HALVES,
+            ("wgmma",),
+            (2, ANY),
+            (warpgroups.LEAST, pair16_backward.Pair16Backward.largest),
+            merged=True,
+            inputs=True,
+        ),
+        told=("inputs",),
     ),
     Family(
         "pair mixed backward",
@@ -192,7 +205,9 @@ OF_FACTORS = (
             (2, ANY),
             (warpgroups.LEAST, pair_split_backward.PairSplitBackward.largest),
             merged=True,
+            inputs=True,
         ),
+        told=("inputs",),
     ),
     Family(
         "pair few backward",

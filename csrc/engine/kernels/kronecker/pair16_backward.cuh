@@ -9,10 +9,12 @@
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
 //       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
 //       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
-//       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0
+//       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0; Source and
+//       Sink: void, or Several, the tensors that X and dX are
 #pragma once
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
+#include "move/several.cuh"
 #include "multiply/unit_products.cuh"
 
 template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
@@ -49,7 +51,8 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
 
   DEVICE void produce() const {
     const void* grad = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
-    const auto *x = static_cast<const Element*>(params.x), *g = static_cast<const Element*>(grad);
+    const auto x = source_of<typename Pass::Source, Element>(params);
+    const auto* g = static_cast<const Element*>(grad);
     ROLL for (u32 position = 0; position < units + AHEAD; ++position) {
       if (position < units) {
         const u32 to = ring.at(position % SLOTS);
@@ -83,7 +86,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       ring.release(slot, lane.index);
       sync_warpgroup(warpgroup);  // dT has been read
       Products::template store<P0, P1>(
-          d_x, d_t, first, lane, 1.f, static_cast<Element*>(params.y) + unit(position) * (P0 * P1));
+          d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1));
     }
     meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_warpgroup(warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(

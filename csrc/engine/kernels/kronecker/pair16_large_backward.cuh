@@ -7,11 +7,13 @@
 // matrix unit reads with k or with m and n contiguous; T alone is an operand in registers. A third warpgroup copies.
 //
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
-//       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is)
+//       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is); Source and Sink: void, or
+//       Several, the tensors that X and dX are
 #pragma once
 #include "multiply/slabs.cuh"
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
+#include "move/several.cuh"
 
 template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element, 128> {
   using Element = typename Pass::Element;
@@ -52,7 +54,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
     ROLL for (i64 unit = blockIdx.x; unit < units; unit += gridDim.x, ++position) {
       const u32 slot = position % SLOTS, to = ring.at(slot);
       ring.wait_until_empty(position);
-      Base::template copy<P0, P1, 128>(static_cast<const Element*>(params.x) + unit * (P0 * P1), to);
+      Base::template copy<P0, P1, 128>(source_of<typename Pass::Source, Element>(params) + unit * (P0 * P1), to);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
       commit_copies();
@@ -107,7 +109,8 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       touch(d_b);
       ring.release(slot, lane.index);
       sync_consumers<256>();  // dT has been read
-      Base::template store<P0, P1>(sums, d_t, first, lane, scale_b, static_cast<Element*>(params.y) + unit * (P0 * P1));
+      Base::template store<P0, P1>(
+          sums, d_t, first, lane, scale_b, sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1));
     }
     store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
   }

@@ -12,9 +12,11 @@
 //
 // Pass: Math, Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; ROWS, PARTS, GROUPS, SLOTS, AT_ONCE (most tiles of 8 columns that a
 //       warp makes at once); weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B:
-//       the parameter that these are, or -1 where they are products; GRAD (the parameter that G is)
+//       the parameter that these are, or -1 where they are products; GRAD (the parameter that G is); Source and Sink: void, or
+//       Several, the tensors that X and dX are
 #pragma once
 #include "kernels/grouped.cuh"
+#include "move/several.cuh"
 
 template <class Pass> struct PairBackward : Grouped<Pass> {
   using Math = typename Pass::Math;
@@ -59,7 +61,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
 
   DEVICE void load(i64 unit, u32 slot) const {
     if (unit < units) {
-      Base::template copy<P0, P1, kX>(static_cast<const Element*>(params.x) + unit * (P0 * P1), slot);
+      Base::template copy<P0, P1, kX>(source_of<typename Pass::Source, Element>(params) + unit * (P0 * P1), slot);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, kG>(grad_y + unit * (Q0 * Q1), slot + kBytesX);
     }
@@ -124,7 +126,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
       back(transposed, x + kBytesX, scale_a);
       sync();
       second(d_b, x);
-      store(static_cast<Element*>(params.y) + unit * (P0 * P1), scale_b);
+      store(sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1), scale_b);
     });
     store(d_a, d_b);
   }
@@ -200,7 +202,7 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
   }
 
   // dX
-  DEVICE void store(Element* to, Real scale) const {
+  template <class To> DEVICE void store(const To& to, Real scale) const {
     const auto left = Base::template by_rows<kG>(d_t + first * kG * kSize + Math::template lane_row_a<kG>(lane));
     ROLL for (int piece = 0; piece < kPieces1; ++piece) {
       const int column = part * kPart1 + piece * kTiles1 * 8;

@@ -10,12 +10,14 @@
 //
 // Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
 //       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a
-//       pass before has made, and with them G, which lies where dX belongs; or 0
+//       pass before has made, and with them G, which lies where dX belongs; or 0; Source and Sink: void, or Several, the tensors
+//       that X and dX are
 #pragma once
 #include "types/params.cuh"
 #include "multiply/splits.cuh"
 #include "finish/sums.cuh"
 #include "move/ring.cuh"
+#include "move/several.cuh"
 
 template <class Pass> struct PairSplitBackward {
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
@@ -60,9 +62,9 @@ template <class Pass> struct PairSplitBackward {
 
   // A state's fours on their way to a thread, and to their places
   template <int ROWS, int COLUMNS> static constexpr int kFours = ceil_div(ROWS * COLUMNS / 4, 128);
-  template <int ROWS, int COLUMNS, bool MADE = false>
-  DEVICE void load(const void* from, i64 unit, u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
-    const float* state = static_cast<const float*>(from) + unit * (ROWS * COLUMNS);
+  template <int ROWS, int COLUMNS, bool MADE = false, class From>
+  DEVICE void load(const From& from, i64 unit, u32 (&x)[kFours<ROWS, COLUMNS>][4]) const {
+    const auto state = from + unit * (ROWS * COLUMNS);
     UNROLL for (int i = 0; i < kFours<ROWS, COLUMNS>; ++i) {
       const int j = i * 128 + threadIdx.x % 128;
       const bool present = unit < units && (ROWS * COLUMNS % 512 == 0 || j < ROWS * COLUMNS / 4);
@@ -80,11 +82,12 @@ template <class Pass> struct PairSplitBackward {
     }
   }
   DEVICE void produce() const {
-    const void* from = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
+    const auto* from = static_cast<const float*>(Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD]);
+    const auto of_x = source_of<typename Pass::Source, float>(params);
     i64 unit = blockIdx.x;
     u32 x[kFours<P0, P1>][4], g[kFours<Q0, Q1>][4];
     load<Q0, Q1, (Pass::SINGLES > 0)>(from, unit, g);
-    load<P0, P1>(params.x, unit, x);
+    load<P0, P1>(of_x, unit, x);
     int group = 0;
     u32 phase = 1;
     ROLL while (unit < units) {
@@ -96,7 +99,7 @@ template <class Pass> struct PairSplitBackward {
       states.wait_until_empty({x_state(group), phase});
       put<P0, P1>(x_of(group), x);
       states.hand_over(x_state(group));
-      load<P0, P1>(params.x, unit, x);
+      load<P0, P1>(of_x, unit, x);
       if (++group == GROUPS) group = 0, phase ^= 1;
     }
   }
@@ -174,7 +177,7 @@ template <class Pass> struct PairSplitBackward {
       wait_for_products<0>();
       d_x.arrived();
       sync_warpgroup(warpgroup);  // dT has been read
-      store(d_x.high, static_cast<float*>(params.y) + unit * (P0 * P1));
+      store(d_x.high, sink_of<typename Pass::Sink, float>(params) + unit * (P0 * P1));
     }
     const i64 of_first = unit - i64(warpgroup) * gridDim.x;
     // The places of others' last states get sums as well: a group without a unit of its own waits until they have been filled.
@@ -191,10 +194,10 @@ template <class Pass> struct PairSplitBackward {
     split<bf16>(there ? sums[j] : 0.f, there ? sums[j + 1] : 0.f, word);
   }
 
-  DEVICE void store(const float (&d_x)[kP1 / 2], float* to) const {
+  template <class To> DEVICE void store(const float (&d_x)[kP1 / 2], const To& to) const {
     UNROLL for (int j = 0; j < kP1 / 2; j += 2) {
       const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
-      if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + row * P1 + column, d_x[j], d_x[j + 1], true);
+      if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + (row * P1 + column), d_x[j], d_x[j + 1], true);
     }
   }
 };
