@@ -41,7 +41,7 @@ from factorlayer.autograd.nested import through
 from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
 from factorlayer.autograd.stack_ops import is_left_to_cublas, is_left_to_pytorch
 from factorlayer.maths.batched import batched
-from factorlayer.maths.chain import Chain
+from factorlayer.maths.chain import MOST_INPUTS, Chain
 from factorlayer.maths.multiplied import multiplied_out
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec, Structure, spec_of_weights
@@ -271,7 +271,7 @@ def _run_inputs(
     if not others:
         return run(spec, chain, first, weights, bias, implementation, who)
     y = None
-    apart = implementation != "naive" and all(x.shape[-1] for x in some)
+    apart = implementation != "naive" and len(some) <= MOST_INPUTS and all(x.shape[-1] for x in some)
     if apart and not (is_sharded(first) or any_complex(first, weights, bias)):
         _check_parameters(who, spec, first, weights, bias)
         is_matrix = first.dim() == 2
@@ -291,11 +291,11 @@ def _of_rows(
     chosen = choose(chain, x, implementation, who, batch, recorded)
     if chosen == "batched" and chain.is_dense:
         return activate(chain.activation, dense_product(rows, weights[0], bias), weights[1:])
-    several = of_inputs(chain, tuple(row.shape[1] for row in rows))
-    if chosen == "batched" or why_concatenated(several, x, batch) is not None:
+    text = text_for(of_inputs(chain, tuple(row.shape[1] for row in rows)), x)
+    if chosen == "batched" or why_concatenated(text, x, batch) is not None:
         return None
     try:
-        return fused_inputs(text_for(several, x), rows, [*weights, *([] if bias is None else [bias])], recorded)
+        return fused_inputs(text, rows, [*weights, *([] if bias is None else [bias])], recorded)
     except CompileError:
         if implementation == "fused":
             raise

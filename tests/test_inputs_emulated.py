@@ -119,11 +119,27 @@ def check_gradients(spec: LayerSpec, inputs: tuple[int, ...], found: Plan, batch
         assert np.linalg.norm(part - expected) <= 4 * EPS[dtype] * len(spec.weight_shapes) * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "arch"), [((20, 12, 8), "bfloat16", 90), ((39, 1), "float32", 80)], ids=str
+)
+def test_dense_layers_at_once(inputs: tuple[int, ...], dtype: str, arch: int, emulator: Emulator) -> None:
+    text = " ".join(map(str, ("inputs", *inputs))) + "; tied 0 1 40 24 1; bias; relu | tied 0 1 24 9 1; bias"
+    layers, _ = planner.parsed(text, dtype)
+    found = planner.plan_stack(layers, dtype, SOME, replace(Gpu.of(arch), sms=2))
+    draw = drawing(dtype)
+    x, tensors = draw(21, 40), [draw(24, 40) / 6, draw(24), draw(9, 24) / 5, draw(9)]
+    first, *others = np.split(x, np.cumsum(inputs)[:-1], axis=1)
+    (y,), errors = emulator.run(found, emulator.compile(found), first, [*tensors, *others], None, blocks=2)
+    assert not errors
+    right = np.maximum(x @ tensors[0].T + tensors[1], 0) @ tensors[2].T + tensors[3]
+    assert np.linalg.norm(y.reshape(21, 9) - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
 def test_what_no_pass_takes_is_refused() -> None:
     gpu = Gpu.of(90)
     for text, words in (
         ("inputs 8 8; untied 0 4 4 4 1; untied 1 1 4 4 4", "no pass reads x from several tensors"),
-        ("inputs 8 8; tied 0 1 16 16 1 | tied 0 1 16 16 1", "no pass that takes several layers"),
+        ("inputs 8 8; tied 0 1 16 16 1 | tied 0 1 16 16 1 | backward", "no pass makes all gradients"),
     ):
         with pytest.raises(PlanError, match=words):
             planner.plan_of(text, "float32", 1, gpu)

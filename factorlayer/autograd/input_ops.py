@@ -38,7 +38,7 @@ from factorlayer.autograd.stack_ops import _forward_flops as stack_forward_flops
 from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, known
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.maths.chain import MOST_INPUTS, Chain, parse_layers
+from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
@@ -58,26 +58,32 @@ def _of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
     return replace(chain, inputs=features)
 
 
-def why_concatenated(chain: Chain, x: Tensor, batch: int) -> str | None:
-    """Why a layer's kernels do not take its inputs where they lie, as of `batch` samples like x; or None."""
+def why_concatenated(text: str, x: Tensor, batch: int) -> str | None:
+    """Why kernels do not take the inputs of a layer or a stack where they lie, as of `batch` samples like x; or
+    None."""
     if transforms_active():
         return "torch.func has no rule for it"
-    if len(chain.inputs) > MOST_INPUTS:
-        return f"its kernels take {MOST_INPUTS} inputs at most"
     if not x.is_cuda:
         return None
     batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(batch)
-    return _why_concatenated(text_for(chain, x), x.dtype, x.get_device(), batch_class)
+    return _why_concatenated(text, x.dtype, x.get_device(), batch_class)
 
 
 @known
 def _why_concatenated(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
-    chain = Chain.parse(text)
-    if chain.weights + len(chain.inputs) > MAX_WEIGHTS:
-        return f"its CUDA kernels take {MAX_WEIGHTS} weights and inputs at most"
+    layers = parse_layers(text)
+    if sum(layer.tensors for layer in layers) + len(layers[0].inputs) > MAX_WEIGHTS:
+        return f"CUDA kernels take {MAX_WEIGHTS} weights, biases and inputs at most"
     if not has_kernel(text, dtype, device, few=batch_class == 0):
-        return "no kernel that takes this layer reads x from several tensors"
-    return slower_than_concatenated(text, [chain.alone.text], dtype, device, batch_class)
+        return "no kernel that takes this reads x from several tensors"
+    each = [layer.alone.text for layer in layers]
+    ways = each, [" | ".join(each)]
+    alone = min(ways, key=lambda texts: _us(texts, dtype, device, batch_class))
+    return slower_than_concatenated(text, alone, dtype, device, batch_class)
+
+
+def _us(texts: Sequence[str], dtype: torch.dtype, device: int, batch_class: int) -> float:
+    return sum(predicted_us(text, BATCHES[batch_class], dtype, device) for text in texts)
 
 
 def slower_than_concatenated(
@@ -86,10 +92,9 @@ def slower_than_concatenated(
     """Why what reads x from several tensors is predicted to take more than what takes it `alone`, of one tensor that is
     made before; or None."""
     batch, gpu = BATCHES[batch_class], Gpu(*gpu_limits(device))
-    moved = 2 * batch * Chain.parse(text).in_features * ELEMENT_BYTES[dtype_name(dtype)]
+    moved = 2 * batch * parse_layers(text)[0].in_features * ELEMENT_BYTES[dtype_name(dtype)]
     concatenating = gpu.rates.behind_us + moved / (gpu.memory_bytes * gpu.sms)
-    several = predicted_us(text, batch, dtype, device)
-    of_one = sum(predicted_us(each, batch, dtype, device) for each in alone)
+    several, of_one = (_us(texts, dtype, device, batch_class) for texts in ([text], alone))
     if several <= of_one + concatenating:
         return None
     return (
@@ -100,14 +105,15 @@ def slower_than_concatenated(
 
 def explain_inputs(chain: Chain, x: Tensor, batch: int) -> str:
     """Whether the inputs of a layer are read where they lie, in words."""
-    reason = why_concatenated(chain, x, batch)
+    text = text_for(chain, x)
+    reason = why_concatenated(text, x, batch)
     if reason is not None:
         return f"of several inputs: concatenated before, because {reason}"
     if not x.is_cuda:
         return "of several inputs: each is read where it lies, and its gradient written there"
     from factorlayer.plan.planner import explain  # not needed to run kernels that are in the cache
 
-    text, device, batch_class = text_for(chain, x), x.get_device(), class_of_batch(batch)
+    device, batch_class = x.get_device(), class_of_batch(batch)
     kernels = explain(text, dtype_name(x.dtype), batch_class, *gpu_limits(device))
     back = _at_once(text, x.dtype, device, batch_class)
     how = "read where they lie, by one plan for all gradients" if back else "concatenated"

@@ -29,7 +29,7 @@ from factorlayer.kernels.tiling import (
     waits_of,
     warps_that_fit,
 )
-from factorlayer.kernels.work import Mode, Work, round_up
+from factorlayer.kernels.work import Inputs, Mode, Work, round_up
 from factorlayer.maths.chain import Chain
 
 OF_END = 3  # instructions for a sum: bias and padding, for four a load and two comparisons as well
@@ -96,7 +96,8 @@ class ResidentStack(Resident):
 
     @property
     def asks(self) -> Asks:
-        return [ask_for("params.x", self.sizes[0][0] * self.size)] + [
+        x, inputs = ask_for("params.x", self.sizes[0][0] * self.size), self.work.inputs
+        return (inputs.asks(self.size) if inputs else [x]) + [
             (f"params.weights[{self.first(i)}]", str(p * q * self.size)) for i, (p, q) in enumerate(self.sizes)
         ]
 
@@ -177,7 +178,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
         return
     if sum(layer.tensors + states for layer in layers) > MOST_TENSORS:
         return
-    work, size = _work(layers, dtype), ELEMENT_BYTES[dtype]
+    work, size = _work(layers, dtype, states), ELEMENT_BYTES[dtype]
     if sum(mode.p * mode.q for _, mode in work.steps) * size > gpu.shared:
         return
     ending = replace(work, bias=dtype == "float64")  # whose functions take registers beside sums
@@ -203,13 +204,15 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 yield replace(plan, us=_time(plan, batch))
 
 
-def _work(layers: Sequence[Chain], dtype: str) -> Work:
+def _work(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
     steps, at = [], 0
     for layer in layers:
         (c,) = layer.contractions
         steps.append((0, Mode(((at, c.q, c.p),))))
         at += layer.tensors
-    return Work(1, (layers[0].in_features,), 1, tuple(steps), dtype)
+    features, second = layers[0].inputs, at + states * (len(layers) - 1)
+    inputs = Inputs(features, second) if features else None
+    return Work(1, (layers[0].in_features,), 1, tuple(steps), dtype, inputs=inputs)
 
 
 def _stages(work: Work, samples: int, warps: int, most: int, in_place: bool, gpu: Gpu) -> tuple[Stage, ...] | None:
@@ -231,7 +234,7 @@ def _time(plan: ResidentStack, batch: int) -> float:
     between = sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
     memory = units * (p + q + between) * plan.size / gpu.memory_bytes
     moved = units * (p + q + 2 * between) * plan.size / gpu.shared_bytes
-    pieces = units * sum(pieces_of(n, plan.work, 1) for n in (p, q)) / gpu.instructions
+    pieces = units * (pieces_of(p, plan.work, 1, plan.work.inputs) + pieces_of(q, plan.work, 1)) / gpu.instructions
     functions = units * sum(layer.out_features * of_value(layer.activation) for layer in plan.layers)
     special = functions / gpu.rates.special_functions
     if plan.dtype == "float64":  # whose functions planner.times counts

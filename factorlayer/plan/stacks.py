@@ -28,10 +28,10 @@ def plan_stack(
 ) -> Plan:
     """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients. If
     they are frozen, what is done with weights alone takes no time."""
-    if layers[0].inputs:
-        raise PlanError("no pass that takes several layers reads x from several tensors")
     asked = layers, dtype, batch, gpu
-    if backward:
+    if layers[0].inputs:
+        ways = [] if backward or frozen else list(registry.ways(registry.OF_ANY_STACK, *asked, states=states))
+    elif backward:
         ways = list(registry.ways(registry.OF_STACK_BACK, *asked))
         if not ways and _is_worth_it(registry.OF_ANY_STACK_BACK, *asked):
             ways = list(registry.ways(registry.OF_ANY_STACK_BACK, *asked))

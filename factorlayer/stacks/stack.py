@@ -16,7 +16,7 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.formula import formula
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import activation_of, scalars
-from factorlayer.autograd.input_ops import fused_inputs, of_inputs
+from factorlayer.autograd.input_ops import fused_inputs, of_inputs, why_concatenated
 from factorlayer.autograd.inputs import Input, are_several, check_alike, checked, concatenated
 from factorlayer.autograd.layer_ops import any_requires_grad, explain_shards, runs_in_tf32
 from factorlayer.autograd.nested import through
@@ -42,7 +42,7 @@ from factorlayer.functional import (
     why_measured_batched,
 )
 from factorlayer.layers import FactorLinear, refuse_script
-from factorlayer.maths.chain import Chain
+from factorlayer.maths.chain import MOST_INPUTS, MOST_LAYERS, MOST_TEXT, Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.stacks.frozen import Frozen
 from factorlayer.tuning import choices, predicted
@@ -147,8 +147,9 @@ def _of_inputs(
     implementation: str,
     who: Sequence[str],
 ) -> Tensor:
-    """All layers on tensors [..., features of each] side by side: on a CPU as one, on a GPU the first one apart from
-    the others, unless these are dense, which are faster together on what is concatenated."""
+    """All layers on tensors [..., features of each] side by side: at once, where kernels read these so: on a CPU, and
+    on a GPU without gradients. Elsewhere the first layer by itself, if it is structured, else on what is concatenated:
+    dense layers are faster together."""
     first = layers[0]
     if len(layers) == 1:
         return _one_by_one(layers, given, tensors, implementation, who)
@@ -159,17 +160,12 @@ def _of_inputs(
         inputs = [autocast(each, (), None)[0] for each in inputs]
         x = inputs[0]
     check_alike(who[0], inputs)
-    some = [each for each in inputs if each.shape[-1]]
-    at_once = x.is_cpu and len(some) == len(inputs) > 1 and implementation in ("auto", "fused")
-    if at_once and why_no_stack(x) is None and all(t.dtype == x.dtype and t.device == x.device for t in cast):
-        recorded = torch.is_grad_enabled() and any_requires_grad(x, None, [*inputs, *cast])
-        left = why_auto_is_not_stacked(stack, x) if implementation == "auto" else None
-        if left is None and implementation == "auto" and choices.TABLE:
-            batch = x.numel() // x.shape[-1]
-            left = why_measured_batched(stack.text_for(x), x, batch, recorded)
-        if left is None and runs(stack, x, recorded):
-            several = of_inputs(first.chain, tuple(each.shape[-1] for each in inputs))
-            text = Stack((several, *(layer.chain for layer in layers[1:]))).text_for(x)
+    some = len([each for each in inputs if each.shape[-1]])
+    alike = all(t.dtype == x.dtype and t.device == x.device for t in cast)
+    if implementation in ("auto", "fused") and 1 < some == len(inputs) <= MOST_INPUTS and alike:
+        text = _text_of_inputs(stack, inputs, cast, implementation)
+        if text is not None:
+            recorded = torch.is_grad_enabled() and any_requires_grad(x, None, [*inputs, *cast])
             y = fused_inputs(text, [each.reshape(-1, each.shape[-1]) for each in inputs], cast, recorded)
             return y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
     if x.is_cuda and first.chain.is_dense:
@@ -177,6 +173,28 @@ def _of_inputs(
     y = _one_by_one(layers[:1], inputs, tensors[: first.tensors], implementation, who[:1])
     rest = Stack(stack.layers[1:])
     return run_stack(rest, layers[1:], y, tensors[first.tensors :], implementation, who[1:])
+
+
+def _text_of_inputs(
+    stack: Stack, inputs: Sequence[Tensor], tensors: Sequence[Tensor], implementation: str
+) -> str | None:
+    """What takes all layers at once and reads the inputs where they lie, if it is to be taken: on a CPU as for one
+    tensor, on a GPU without gradients."""
+    x, batch = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
+    recorded = torch.is_grad_enabled() and any_requires_grad(x, None, [*inputs, *tensors])
+    if (x.is_cuda and recorded) or why_no_stack(x) is not None:
+        return None
+    if implementation == "auto":
+        if why_auto_is_not_stacked(stack, x) is not None or why_predicted_apart(stack, x, recorded) is not None:
+            return None
+        text = stack.text_for(x)
+        if choices.TABLE and why_measured_batched(text, x, batch, recorded) is not None:
+            return None
+    first, *others = stack.layers
+    several = Stack((of_inputs(first, tuple(each.shape[-1] for each in inputs)), *others)).text_for(x)
+    if len(several) > MOST_TEXT or len(stack.layers) > MOST_LAYERS or why_concatenated(several, x, batch) is not None:
+        return None
+    return several
 
 
 def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:

@@ -104,7 +104,8 @@ class Asked(NamedTuple):
         *subject, batch, gpu = asked
         what, dtype = subject[0], subject[-1] if isinstance(subject[-1], str) else subject[0].dtype
         sizes = tuple(n for pair in _sizes(what) for n in pair)
-        return cls(dtype, batch, gpu, sizes, *_kind(what), bool(getattr(what, "inputs", ())))
+        first = what[0] if isinstance(what, tuple) and what else what
+        return cls(dtype, batch, gpu, sizes, *_kind(what), bool(getattr(first, "inputs", ())))
 
 
 def _sizes(what: Any) -> Iterator[tuple[int, int]]:

@@ -43,7 +43,7 @@ RESIDENT_STACK = Family(
     resident_stack.tile,
     (resident_stack.ResidentStack,),
     "resident",
-    Takes(tied=True, more="of tf32 and 16 bits what no family of Hopper's takes"),
+    Takes(tied=True, inputs=True, more="of tf32 and 16 bits what no family of Hopper's takes, or several inputs"),
     told=("states",),
 )
 OF_STACK = (DENSE,)
