@@ -19,12 +19,12 @@ from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackw
 from factorlayer.kernels.kronecker.pair_backward import PairBackward
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.work import OfWork
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner, registry
-from factorlayer.plan.cuts import around, inputs_of, modes_of
+from factorlayer.plan.cuts import around, cuts, inputs_of, modes_of
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
 from factorlayer.plan.visits import visits
 
@@ -54,8 +54,29 @@ def test_forward(
     spec: LayerSpec, inputs: tuple[int, ...], dtype: str, batch: int, plan_of: int, arch: int, emulator: Emulator
 ) -> None:
     found = planned(spec, Chain.of(spec, True, "relu"), inputs, dtype, plan_of, arch)
-    assert isinstance(found.passes[0], Resident) and found.passes[0].work.inputs.features == inputs
-    draw = drawing(found.dtype)
+    check_forward(spec, inputs, found, batch, emulator)
+
+
+@pytest.mark.parametrize(
+    ("spec", "inputs", "dtype"),
+    [
+        (kronecker((40, 48), (32, 64)), (1000, 920), "bfloat16"),
+        (kronecker((24, 32), (40, 24)), (28, 700, 40), "float32"),
+        (kronecker((2, 28, 32), (2, 24, 32)), (900, 892), "tf32"),
+    ],
+    ids=str,
+)
+def test_two_factors_forward(spec: LayerSpec, inputs: tuple[int, ...], dtype: str, emulator: Emulator) -> None:
+    chain, gpu = replace(Chain.of(spec, True, "relu"), inputs=inputs), replace(Gpu.of(90), sms=2)
+    works = (works[0] for works in cuts(chain, dtype) if len(works) == 1)
+    passes = next(filter(None, (registry.PAIR.way(work, MANY, gpu) for work in works)))
+    check_forward(spec, inputs, Plan(chain, dtype, MANY, gpu, passes), 5, emulator)
+
+
+def check_forward(spec: LayerSpec, inputs: tuple[int, ...], found: Plan, batch: int, emulator: Emulator) -> None:
+    dtype, first_pass = found.dtype, found.passes[0]
+    assert isinstance(first_pass, OfWork) and first_pass.work.inputs.features == inputs
+    draw = drawing(dtype)
     x, bias = draw(batch, spec.in_features), draw(spec.out_features)
     weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
     first, *others = np.split(x, np.cumsum(inputs)[:-1], axis=1)

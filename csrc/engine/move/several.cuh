@@ -18,7 +18,7 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
   }
 
   struct From {
-    const Params& params;
+    const Params* params;
     const void* first;
     i64 row;
     int feature;
@@ -28,17 +28,25 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
       int own = kOwn[0], begin = 0;
       UNROLL for (int i = 1; i < COUNT; ++i) {
         const bool behind = here >= u32(begin_of(i));
-        tensor = behind ? params.weights[SECOND + i - 1] : tensor;
+        tensor = behind ? params->weights[SECOND + i - 1] : tensor;
         own = behind ? kOwn[i] : own, begin = behind ? begin_of(i) : begin;
       }
       return static_cast<Element*>(const_cast<void*>(tensor)) + (row + rows) * own + (int(here) - begin);
     }
+    DEVICE From behind(i64 offset) const {
+      const i64 at = feature + offset, rows = at / kFeatures;
+      return {params, first, row + rows, int(at - rows * kFeatures)};
+    }
   };
   DEVICE From operator+(i64 begin) const {
     const i64 row = begin / kFeatures;
-    return {params, first, row, int(begin - row * kFeatures)};
+    return {&params, first, row, int(begin - row * kFeatures)};
   }
 };
+
+// Where units begin that are so many elements further.
+template <class Element> DEVICE const Element* further(const Element* from, i64 offset) { return from + offset; }
+template <class From> DEVICE From further(const From& from, i64 offset) { return from.behind(offset); }
 
 // Where something lies, if it is there; else some place.
 template <class Element> DEVICE const Element* at_or_begin(const Element* from, i64 offset, bool there) {

@@ -11,7 +11,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import tensor_map
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up
+from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up, told_inputs
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -167,7 +167,7 @@ class Pair(OfWork, TwoSizes):
         lines += [activation_type(work.activation, work.dtype, work.scalars)]
         lines += constants(numbers)
         flags = {"BIAS": work.bias, "MAPPED": mapped}
-        lines += constants(flags)
+        lines += constants({**flags, "Source": told_inputs(work.inputs)["Source"]})
         last = len(work.sizes) - 1
         for at, mode in work.steps:
             letter = {last: "b", last - 1: "a"}.get(at, "m")
@@ -219,6 +219,8 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     size = ELEMENT_BYTES[work.dtype]
     if min(p0, q0, p1, q1) < LEAST or max(q0, q1) > (64 if mixes else 128) or p1 * size % 16 or (size == 2 and q1 % 8):
         return None
+    if work.inputs and (mixes or not work.inputs.are_pieces(size)):
+        return None
     exact = work.dtype == "float32"
     if exact and (mixes or p1 % 8):  # the sums of mixtures need too many registers
         return None
@@ -226,7 +228,11 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
         for slots, stages in _rings(exact, mixes and size == 2):
             plan = Pair(work, chunk, slots, groups, gpu, stages, held)
-            fits = plan.shared <= gpu.shared and plan.registers_needed <= (plan.registers[1] or 255)
+            fits = (
+                plan.shared <= gpu.shared
+                and not (plan.mapped and work.inputs)
+                and plan.registers_needed <= (plan.registers[1] or 255)
+            )
             if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
                 return replace(plan, us=_time(plan, batch))
     return None

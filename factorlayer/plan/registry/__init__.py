@@ -10,7 +10,7 @@ from __future__ import annotations
 from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.plan.registry.family import Family, Margin, Offer, Takes, fastest, offers, ways
-from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, OF_WORK, RESIDENT
+from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, OF_WORK, PAIR, RESIDENT
 from factorlayer.plan.registry.monarch import (
     MONARCH_PAIRS,
     OF_MONARCH,
@@ -87,6 +87,7 @@ __all__ = [
     "OF_WEIGHT_IN_ORDER",
     "OF_WIDE_STACK",
     "OF_WORK",
+    "PAIR",
     "RESIDENT",
     "WHOLE",
     "Family",

@@ -88,7 +88,7 @@ PAIR = Family(
     pair.tile,
     (pair.Pair,),
     "pair",
-    Takes(FLOATS, ("wgmma",), (2, 3), more="of the last two q's of 24 to 128"),
+    Takes(FLOATS, ("wgmma",), (2, 3), inputs=True, more="of the last two q's of 24 to 128; inputs of two factors"),
 )
 OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 

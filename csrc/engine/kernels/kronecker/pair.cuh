@@ -24,7 +24,8 @@
 //       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
 //       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
-//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b
+//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b; Source:
+//       void, or Several, the tensors that x is, which neither mixtures nor maps take
 #pragma once
 #include "multiply/mixing.cuh"
 #include "multiply/mma.cuh"
@@ -32,6 +33,7 @@
 #include "finish/pointwise.cuh"
 #include "multiply/splits.cuh"
 #include "move/ring.cuh"
+#include "move/several.cuh"
 
 struct Maps { TensorMap x; };
 
@@ -190,7 +192,7 @@ template <class Pass> struct TwoFactors {
   // Copies this block's chunks as there is room, and hands each over once it has arrived.
   template <class Next> DEVICE void produce(i64 unit, const Next& next) const {
     constexpr i64 kElements = P * P0 * P1;
-    const Element* x = static_cast<const Element*>(params.x) + unit * kElements;
+    auto x = source_of<typename Pass::Source, Element>(params) + unit * kElements;
     int chunk = 0, slot = 0, stage = 0, ready = 0, ready_chunk = 0, ready_stage = 0, begun = 0, under_way = 0;
     u32 phase = 1;  // of the slot that is taken next, by copies or from their stage
     ROLL while (true) {
@@ -198,17 +200,18 @@ template <class Pass> struct TwoFactors {
       if (more) {
         if constexpr (!kStages) take(slot, phase);
         const u32 to = ring.at(slot ? slot - 1 : SLOTS - 1);
-        const Element* from = x + chunk * (CHUNK * P1);
+        const auto from = further(x, chunk * (CHUNK * P1));
         each_piece(chunk, [&](int turn, int j, u32 place, bool present) {
           UNROLL for (int p = 0; p < P; ++p)
             UNROLL for (int i = 0; i < kCopies; ++i)
               copy_async<16>(kStages ? stage_address(stage, turn) + (p * kCopies + i) * 2048 : to + place + p * kStateBytes,
-                             present ? from + p * (P0 * P1) + j * kEach + i * (16 / kSize) : from, present);
+                             at_or_begin(from, p * (P0 * P1) + j * kEach + i * (16 / kSize), present), present);
         });
         if (kStages && ++stage == Pass::STAGES) stage = 0;
         if (++chunk == kChunks) {
           const i64 before = unit;
-          chunk = 0, unit = next(unit), x += (unit - before) * kElements;
+          chunk = 0, unit = next(unit);
+          x = further(x, (unit - before) * kElements);
         }
         ++under_way;
       }
