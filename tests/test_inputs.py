@@ -129,6 +129,7 @@ def test_modules_do_as_with_one_tensor(name: str) -> None:
     torch.testing.assert_close(called(module, [alone]), right)
 
 
+@pytest.mark.feature("several inputs: torch.compile as a whole graph, torch.export", result="works")
 @pytest.mark.parametrize("name", ["kronecker", "mlp", "gated", "gru"])
 def test_compile_and_export(name: str) -> None:
     torch.manual_seed(0)
@@ -156,6 +157,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.factorlayer.inputs_backward, (grad_y, [a, b], tensors, stack, [1, 2, 4]))
 
 
+@pytest.mark.feature("several inputs: first and second derivatives, jacobian(vectorize=True)", result="works")
 def test_derivatives_of_all_orders() -> None:
     layer = FactorLinear(12, 10, dtype=torch.float64, activation="tanh")
     parts = [torch.randn(2, n, dtype=torch.float64, requires_grad=True) for n in (5, 7)]
@@ -166,6 +168,7 @@ def test_derivatives_of_all_orders() -> None:
     torch.testing.assert_close(by_rows, one_by_one)
 
 
+@pytest.mark.feature("several inputs: torch.func, autocast, the meta device, torch.utils.flop_counter", result="works")
 def test_vmap_autocast_meta_and_flops() -> None:
     layer = FactorLinear(12, 10)
     parts = [torch.randn(3, 4, n) for n in (5, 7)]
