@@ -148,7 +148,7 @@ using python::Object;
 
 // What autograd/layer_ops.py has given, once and for good.
 struct {
-  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *is_grad_enabled, *precision, *cuda, *matmul;
+  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *apply_inputs, *is_grad_enabled, *precision, *cuda, *matmul;
   PyObject *unusual, *forward_mode, *level, *requires_grad, *is_neg, *text, *to_save;
 } known;
 
@@ -164,7 +164,7 @@ thread_local PyObject* made_y = nullptr;  // on its way to the Function that rec
 
 PyObject* begin(PyObject*, PyObject* given) {
   Py_ssize_t at = 0;
-  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply,
+  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply, &known.apply_inputs,
                            &known.is_grad_enabled, &known.precision, &known.cuda, &known.matmul, &known.unusual,
                            &known.forward_mode, &known.level, &known.requires_grad, &known.is_neg, &known.text,
                            &known.to_save})
@@ -242,12 +242,28 @@ auto without_lock(const Run& run) {
   return made;
 }
 
-// (chain, that with tf32, whether to choose, x, bias, weights): y, recorded if it has to be, or None.
+// Of tensors with these features, side by side, the text of a chain that takes them so.
+std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const std::string& chain) {
+  std::string text = "inputs";
+  for (size_t i = 0; i < count; ++i)
+    text += " " + std::to_string(inputs[i].dimensions ? inputs[i].sizes[inputs[i].dimensions - 1] : 0);
+  return text + "; " + chain;
+}
+
+// (chain, that with tf32, whether to choose, x or a list of what it is, bias, weights): y, recorded if it has to be, or None.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
   const Object weights(PySequence_Tuple(given[5]));
   if (!weights.get() || !describe || !is_usual()) return none();
   PyObject *const x = given[3], *const bias = given[4];
-  std::vector<PyObject*> tensors{x};
+  const bool several = PyList_Check(x) || PyTuple_Check(x);
+  const Object inputs(several ? PySequence_Tuple(x) : nullptr);
+  std::vector<PyObject*> tensors;
+  if (several)
+    for (Py_ssize_t i = 0; i < PyTuple_Size(inputs.get()); ++i) tensors.push_back(PyTuple_GetItem(inputs.get(), i));
+  else
+    tensors.push_back(x);
+  const size_t count_of_x = tensors.size();
+  if (!count_of_x || (several && count_of_x == 1)) return none();
   for (Py_ssize_t i = 0; i < PyTuple_Size(weights.get()); ++i) tensors.push_back(PyTuple_GetItem(weights.get(), i));
   if (bias != known.none) tensors.push_back(bias);
   const std::vector<Given> found = given_of(tensors);
@@ -255,7 +271,7 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
 
   PyObject* const chain = given[found[0].is_float_on_gpu() && is_tf32_allowed()];
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
-  const std::string text = python::text_of(chain);
+  const std::string of_one = python::text_of(chain), text = several ? text_of_inputs(found, count_of_x, of_one) : of_one;
   auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
   const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
   const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
@@ -266,6 +282,21 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
   Py_IncRef(y);
   if (!recorded) return y;
 
+  made_y = y;
+  const auto recorded_by = [](PyObject* apply, const Object& arguments) {
+    PyObject* const result = PyObject_CallObject(apply, arguments.get());
+    if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
+    return result;
+  };
+  if (several) {  // as a stack's tensors are: weights, and a bias behind them
+    const Object arguments(PyTuple_New(Py_ssize_t(1 + tensors.size())));
+    PyTuple_SetItem(arguments.get(), 0, PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      Py_IncRef(tensors[i]);
+      PyTuple_SetItem(arguments.get(), Py_ssize_t(1 + i), tensors[i]);
+    }
+    return recorded_by(known.apply_inputs, arguments);
+  }
   const Py_ssize_t count = 3 + PyTuple_Size(weights.get());
   const Object arguments(PyTuple_New(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -273,10 +304,7 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
     Py_IncRef(each);
     PyTuple_SetItem(arguments.get(), i, each);
   }
-  made_y = y;
-  PyObject* const result = PyObject_CallObject(known.apply, arguments.get());
-  if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
-  return result;
+  return recorded_by(known.apply, arguments);
 }
 
 // (chain, dtype, device, samples, whether recorded): layer() takes the kernels for these.
@@ -300,21 +328,23 @@ PyObject* record(PyObject*, PyObject* given) {
   return std::exchange(made_y, nullptr);
 }
 
-// (chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)): what its backward returns, or None.
+// (chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)): what its backward returns, or None. Of a chain with
+// several inputs, (*inputs, *weights, bias).
 PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject *const saved = given[2], *const needs = given[3];
   const Py_ssize_t count = PyTuple_Size(saved);
   if (count > kMostBits) return none();
   int64_t wanted = 0;
   for (Py_ssize_t i = 0; i < count; ++i) wanted |= int64_t(PyObject_IsTrue(PyTuple_GetItem(needs, i + 1)) > 0) << i;
+  const std::string text = python::text_of(given[0]);
   std::vector<PyObject*> tensors{given[1], PyTuple_GetItem(saved, 0)};
-  for (Py_ssize_t i = 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
-  PyObject* const bias = PyTuple_GetItem(saved, 1);
+  const bool several = text.rfind("inputs ", 0) == 0;
+  for (Py_ssize_t i = several ? 1 : 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
+  PyObject* const bias = several ? known.none : PyTuple_GetItem(saved, 1);
   if (bias != known.none) tensors.push_back(bias);
   const std::vector<Given> found = describe && is_usual() ? given_of(tensors) : std::vector<Given>();
   if (found.empty()) return none();
 
-  const std::string text = python::text_of(given[0]);
   const std::vector<Handle> made = without_lock([&] { return eager::gradients(text, found, wanted); });
   if (made.empty()) return none();
   const Object list(tensors_of(made));

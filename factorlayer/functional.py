@@ -261,6 +261,10 @@ def _run_inputs(
 ) -> Tensor:
     """The layer on tensors [..., features of each] side by side: by kernels that read them where they lie, by a product
     for each where it is dense and batched, or else concatenated."""
+    if implementation in ("auto", "fused") and not is_dynamo_compiling():
+        y = _inputs_at_once(chain, given, weights, bias, implementation)
+        if y is not None:
+            return y
     inputs = checked(who, given, spec.in_features, "in_features")
     if any_autocast():
         _, weights, bias = autocast(inputs[0], weights, bias)
@@ -270,7 +274,6 @@ def _run_inputs(
     first, *others = some
     if not others:
         return run(spec, chain, first, weights, bias, implementation, who)
-    y = None
     apart = implementation != "naive" and len(some) <= MOST_INPUTS and all(x.shape[-1] for x in some)
     if apart and not (is_sharded(first) or any_complex(first, weights, bias)):
         _check_parameters(who, spec, first, weights, bias)
@@ -280,6 +283,21 @@ def _run_inputs(
         if y is not None:
             return y if is_matrix else y.reshape(*first.shape[:-1], spec.out_features)
     return run(spec, chain, concatenated(some), weights, bias, implementation, who)
+
+
+def _inputs_at_once(
+    chain: Chain, given: Input, weights: Sequence[Tensor], bias: Tensor | None, implementation: str
+) -> Tensor | None:
+    """By the eager call, of inputs that are no matrices; None where something else has to be done, or is wrong."""
+    try:
+        leading = given[0].shape[:-1]
+        if len(leading) == 1 or any(x.shape[:-1] != leading for x in given):
+            return None
+        rows = [x.reshape(-1, x.shape[-1]) for x in given]
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights)
+    return None if y is None else y.reshape(*leading, y.shape[1])
 
 
 def _of_rows(
@@ -294,6 +312,8 @@ def _of_rows(
     text = text_for(of_inputs(chain, tuple(row.shape[1] for row in rows)), x)
     if chosen == "batched" or why_concatenated(text, x, batch) is not None:
         return None
+    if implementation == "auto" and x.is_cuda and type(batch) is int and batch and not is_compiling():
+        take_kernels(text, dtype_name(x.dtype), x.get_device(), batch, recorded)  # by the eager call from now on
     try:
         return fused_inputs(text, rows, [*weights, *([] if bias is None else [bias])], recorded)
     except CompileError:
@@ -445,10 +465,14 @@ def _read_choices_first(*given: object) -> Tensor | None:
 
 
 def _layer_at_once_if_chosen(
-    text: str, tf32_text: str, chooses: bool, x: Tensor, bias: Tensor | None, weights: Sequence[Tensor]
+    text: str, tf32_text: str, chooses: bool, x: Input, bias: Tensor | None, weights: Sequence[Tensor]
 ) -> Tensor | None:
     """Leaves what was measured to be faster by batched to `choose`."""
-    if chooses and (text in choices.BATCHED or tf32_text in choices.BATCHED) and type(x) is Tensor and x.dim() == 2:
+    if chooses and (text in choices.BATCHED or tf32_text in choices.BATCHED):
+        if are_several(x):
+            return None
+        if type(x) is not Tensor or x.dim() != 2:
+            return every_layer_at_once(text, tf32_text, chooses, x, bias, weights)
         recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
         if why_measured_batched(tf32_text if runs_in_tf32(x) else text, x, x.shape[0], recorded) is not None:
             return None

@@ -68,21 +68,31 @@ bool is_plain(const Given& t, const Given& x, int64_t elements) {
   return count == elements;
 }
 
-// Whether they are x, weights and a bias of the chain, or x is as wide as y.
+// How many tensors x is.
+size_t count_of_x(const Chain& chain) { return std::max<size_t>(1, chain.inputs.size()); }
+
+// Whether they are what x is, weights and a bias of the chain.
 bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   const Given& x = tensors[0];
-  if (given != 1 + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned || !chain.inputs.empty())
-    return false;
-  if (x.dimensions != 2 || !x.sizes[0] || !is_plain(x, x, x.sizes[0] * chain.in_features())) return false;
+  const size_t of_x = count_of_x(chain);
+  if (given != of_x + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
+  for (size_t i = 0; i < of_x; ++i) {
+    const Given& input = tensors[i];
+    const int64_t features = chain.inputs.empty() ? chain.in_features() : chain.inputs[i];
+    if (input.dimensions != 2 || !x.sizes[0] || input.sizes[0] != x.sizes[0] || input.sizes[1] != features ||
+        !is_plain(input, x, x.sizes[0] * features))
+      return false;
+  }
+  const Given* const weights = tensors + of_x;
   const size_t count = chain.contractions.size();
   for (const Contraction& c : chain.contractions) {
     if (c.weight >= int64_t(count)) return false;
-    const Given& w = tensors[1 + c.weight];
+    const Given& w = weights[c.weight];
     if (!is_plain(w, x, chain.rank * c.weight_size()) || w.dimensions < 2) return false;
     if (w.sizes[w.dimensions - 1] != c.p || w.sizes[w.dimensions - 2] != c.q) return false;
   }
   for (size_t i = count; i < chain.weights(); ++i)
-    if (!is_plain(tensors[1 + i], x, 1)) return false;
+    if (!is_plain(weights[i], x, 1)) return false;
   const Given& bias = tensors[given - 1];
   return !chain.bias || (bias.dimensions == 1 && is_plain(bias, x, chain.out_features()));
 }
@@ -119,15 +129,17 @@ bool is_chosen(const Chain& chain, const Site& site, int64_t batch, bool recorde
 }
 
 bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
-  return chain.weights() + 1 < cuda::MAX_WEIGHTS &&
+  return chain.weights() + count_of_x(chain) < cuda::MAX_WEIGHTS &&
          cuda::find_program({&chain, site.dtype, cuda::batch_class(batch), site.index});
 }
 
 // x, weights and bias on a CPU
 cpu::Problem problem_of(const Chain& chain, DType dtype, const Given* tensors, size_t given) {
   STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
-  cpu::Problem problem{{&chain}, dtype, tensors[0].sizes[0], {}};
-  for (size_t i = 0; i < given; ++i) problem.tensors.push_back(tensors[i].data);
+  const size_t of_x = count_of_x(chain);
+  cpu::Problem problem{{&chain}, dtype, tensors[0].sizes[0], {tensors[0].data}, {}};
+  for (size_t i = of_x; i < given; ++i) problem.tensors.push_back(tensors[i].data);
+  for (size_t i = 0; i < chain.inputs.size(); ++i) problem.inputs.push_back(tensors[i].data);
   return problem;
 }
 
@@ -171,6 +183,23 @@ std::vector<Tensor> gradients_on_cpu(const Chain& chain, const Site& site, const
     const Tensor& gradient = made.emplace_back(site.make(like.dimensions, like.sizes));
     to[at] = gradient.mutable_data_ptr();
     cpu::prefer_huge_pages(to[at], gradient.numel() * int64_t(gradient.element_size()));
+  }
+  cpu::backward(problem, tensors[0].data, to, threads_for(problem), parallel);
+  return made;
+}
+
+// Of an x that is several tensors: those whose bit is set, in the order of the tensors.
+std::vector<Tensor> gradients_of_inputs(const Chain& chain, const Site& site, const Given* tensors, size_t given, int64_t wanted) {
+  const cpu::Problem problem = problem_of(chain, site.dtype, tensors + 1, given - 1);
+  const size_t of_x = count_of_x(chain);
+  std::vector<void*> to(problem.tensors.size() + of_x);
+  std::vector<Tensor> made;
+  for (size_t i = 0; i + 1 < given; ++i) {
+    if (!(wanted >> i & 1)) continue;
+    const Tensor& gradient = made.emplace_back(site.make(tensors[1 + i].dimensions, tensors[1 + i].sizes));
+    void*& place = to[i < of_x ? problem.tensors.size() + i : 1 + i - of_x];
+    place = gradient.mutable_data_ptr();
+    cpu::prefer_huge_pages(place, gradient.numel() * int64_t(gradient.element_size()));
   }
   cpu::backward(problem, tensors[0].data, to, threads_for(problem), parallel);
   return made;
@@ -235,10 +264,16 @@ eager::Handle eager::forward(const std::string& text, bool chooses, bool recorde
   params.y = y.mutable_data_ptr();
   params.bias = chain.bias ? tensors.back().data : nullptr;
   params.batch = batch;
-  for (size_t i = 0; i < chain.weights(); ++i) params.weights[i] = tensors[1 + i].data;
-  params.weights[chain.weights()] = params.bias;  // where a stack's layer has it
+  const size_t of_x = count_of_x(chain), count = chain.weights();
+  for (size_t i = 0; i < count; ++i) params.weights[i] = tensors[of_x + i].data;
+  params.weights[count] = params.bias;  // where a stack's layer has it
+  cuda::Rows rows{count + 1, {}};
+  for (size_t i = 1; i < of_x; ++i) {
+    params.weights[count + i] = tensors[i].data;
+    rows.bytes.push_back(chain.inputs[i] * bytes_of(site.dtype));
+  }
   std::vector<Tensor> kept;
-  run_on_cuda({text}, &chain, y, in, out, params, kept);
+  run_on_cuda({text}, &chain, y, of_x > 1 ? chain.inputs[0] : in, out, params, kept, nullptr, nullptr, rows);
   return handle_of(y);
 }
 
@@ -251,7 +286,9 @@ std::vector<eager::Handle> eager::gradients(const std::string& text, const std::
     return handles;
   const Site site(x);
   std::vector<Tensor> made;
-  if (site.is_cpu) {
+  if (!chain.inputs.empty()) {  // on a GPU, autograd/input_ops.py knows whether they are concatenated
+    if (site.is_cpu) made = gradients_of_inputs(chain, site, tensors.data(), tensors.size(), wanted);
+  } else if (site.is_cpu) {
     made = gradients_on_cpu(chain, site, tensors.data(), tensors.size(), wanted);
   } else {
     const bool of_bias = wanted & 2, of_weights = wanted >> 2 == (int64_t(1) << chain.weights()) - 1;

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
+from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import gradients, runs, slope_texts, sums_text
 from factorlayer.autograd.layer_ops import (
     cuda_ops,
@@ -28,6 +29,7 @@ from factorlayer.autograd.layer_ops import (
     missing_extension,
     predicted_us,
     raise_better,
+    record_inputs_by,
     refuse_traced_gradients,
     text_for,
     transforms_active,
@@ -45,6 +47,7 @@ if missing_extension is None:
     _forward = torch.ops.factorlayer.inputs_forward.default
     _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
     _backward = torch.ops.factorlayer.inputs_backward.default
+    _backward_now = _backward._op
     _gradients_now = torch.ops.factorlayer.inputs_gradients.default._op
 
 
@@ -130,10 +133,10 @@ def fused_inputs(text: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor],
     y: Tensor
     try:
         if recorded and compiling:
-            y = _Inputs.apply(text, len(inputs), *given)
+            y = _Inputs.apply(text, *given)
         elif recorded:
             refuse_traced_gradients()
-            y = _apply_inputs(text, len(inputs), *given)
+            y = _apply_inputs(text, *given)
         else:
             y = (_forward if compiling else _forward_now)(inputs, tensors, text)
     except RuntimeError as error:
@@ -144,15 +147,16 @@ def fused_inputs(text: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor],
 
 class _Inputs(Function):
     @staticmethod
-    def forward(ctx: Any, text: str, count: int, *given: Tensor) -> Tensor:
-        ctx.text, ctx.count = text, count
+    def forward(ctx: Any, text: str, *given: Tensor) -> Tensor:
+        ctx.text, count = text, _count(text)
         ctx.save_for_backward(*given)
         y: Tensor = (_forward if is_compiling() else _forward_now)(given[:count], given[count:], text)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        needs, text, count, given = ctx.needs_input_grad[2:], ctx.text, ctx.count, ctx.saved_tensors
+        needs, text, given = ctx.needs_input_grad[1:], ctx.text, ctx.saved_tensors
+        count = _count(text)
         wanted = tuple(place for place, need in enumerate(needs) if need)
         many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
         if torch.is_grad_enabled() or many:
@@ -164,11 +168,35 @@ class _Inputs(Function):
         elif grad_y.is_cuda and not is_compiling():  # without a round by the dispatcher
             found = iter(_backward_on_cuda(grad_y, given[:count], given[count:], text, wanted))
         else:
-            found = iter(_backward(grad_y, given[:count], given[count:], text, wanted))
-        return None, None, *(next(found) if need else None for need in needs)
+            backward = _backward if is_compiling() else _backward_now
+            found = iter(backward(grad_y, given[:count], given[count:], text, wanted))
+        return None, *(next(found) if need else None for need in needs)
 
 
 _apply_inputs = super(Function, _Inputs).apply  # without what torch.func needs, as in layer_ops.py
+
+if layer_ops.layer_at_once is not layer_ops.not_at_once:  # then all that follows is there
+    from factorlayer.autograd.layer_ops import _C
+
+    class _InputsAtOnce(_Inputs):
+        forward = staticmethod(_C.record)
+
+    def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        """What autograd's engine calls, as in layer_ops.py."""
+        if not torch.is_grad_enabled():
+            given = ctx.text, grad_y.contiguous(), ctx.saved_tensors, ctx.needs_input_grad
+            made: tuple[Any, ...] | None = layer_ops._gradients_at_once(*given)
+            if made is not None:
+                return made
+        return _Inputs.backward(ctx, grad_y)
+
+    _InputsAtOnce._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
+    record_inputs_by(super(Function, _InputsAtOnce).apply)
+
+
+def _count(text: str) -> int:
+    """Tensors that x is: numbers in the first stage."""
+    return text.partition("; ")[0].count(" ")
 
 
 def _backward_on_cuda(

@@ -293,6 +293,19 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
 
 
 layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
+_record_inputs: Callable[..., Any] = not_at_once  # (text, what x is, weights, bias), of a y that layer_at_once made
+
+
+def _recorded_inputs(*given: Any) -> Any:
+    return _record_inputs(*given)
+
+
+def record_inputs_by(function: Callable[..., Tensor]) -> None:
+    """What input_ops.py has for it, which is built upon this file."""
+    global _record_inputs
+    _record_inputs = function
+
+
 # (text, dtype, device, batch, whether recorded): from then on layer_at_once takes these kernels, if it has to choose.
 take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
@@ -312,6 +325,7 @@ if missing_extension is None:
                 Tensor.__dlpack_c_exchange_api__,
                 torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
                 super(Function, _ChainAtOnce).apply,
+                _recorded_inputs,
                 torch.is_grad_enabled,
                 *(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
                 (
