@@ -31,6 +31,8 @@ from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, Ti
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
+    OF_TENSOR,
+    access_of,
     chunks_of,
     odd_us,
     of_pieces,
@@ -545,9 +547,11 @@ def _moving(plan: ChainBackward) -> float:
     work, size, count = plan.work, plan.size, 0.0
     for state, times in ((0, 2 if plan.places.y else 1), (-1, plan.gradients)):
         run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
-        access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
+        inputs = None if state else work.inputs
+        access = access_of(math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16), size, inputs)
         elements = plan.units * math.prod(work.states[state]) * plan.chunk
-        count += times * of_pieces(access, run * size) * elements * size / access / 32
+        each = of_pieces(access, run * size) + (OF_TENSOR if inputs else 0)
+        count += times * each * elements * size / access / 32
     for stage in plan.stages:  # what gradients are summed over is padded, too
         count += work.rank * stage.rows * stage.p * OF_PADDED_ROW / 32 if stage.inner_padded > stage.inner else 0
     return count

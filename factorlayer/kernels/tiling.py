@@ -38,6 +38,7 @@ TILES = (
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
 # slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_LINE = 2, 2
+OF_TENSOR = 25  # to find where a piece is in one of two tensors, in machine code as well
 LINE, SECTOR = 128, 32  # bytes of memory
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
@@ -258,14 +259,20 @@ def beside_products(stage: Stage) -> float:
 
 
 def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = None) -> float:
-    """Instructions of warps that move a unit by pieces of less than 16 bytes."""
+    """Instructions of warps that move a unit by pieces of less than 16 bytes, or from several tensors."""
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
     access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
-    access = math.gcd(access, *(n * size for n in inputs.features)) if inputs else access
-    if access == 16:
+    access = access_of(access, size, inputs)
+    if access == 16 and inputs is None:
         return 0.0
-    return elements * size / access / 32 * of_pieces(access, run * size)
+    each = of_pieces(access, run * size) if access < 16 else 0.0
+    return elements * size / access / 32 * (each + (OF_TENSOR if inputs else 0))
+
+
+def access_of(access: int, size: int, inputs: Inputs | None) -> int:
+    """Bytes of one access, which is in one tensor alone."""
+    return math.gcd(access, *(n * size for n in inputs.features)) if inputs else access
 
 
 def of_pieces(access: int, run: int) -> float:

@@ -17,30 +17,35 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
     return begin;
   }
 
+  // Where the row in which some units begin is in each tensor, less what stands before that in a row of all: a feature's place
+  // is as far behind it in whichever tensor it is.
   struct From {
-    const Params* params;
-    const void* first;
-    i64 row;
+    Element* rows[COUNT];
     int feature;
     DEVICE Element* operator+(i64 offset) const {
-      const u32 at = u32(feature) + u32(offset), rows = at / kFeatures, here = at - rows * kFeatures;
-      const void* tensor = first;
-      int own = kOwn[0], begin = 0;
+      const u32 at = u32(feature) + u32(offset), further = at / kFeatures, here = at - further * kFeatures;
+      Element* row = rows[0];
+      int own = kOwn[0];
       UNROLL for (int i = 1; i < COUNT; ++i) {
         const bool behind = here >= u32(begin_of(i));
-        tensor = behind ? params->weights[SECOND + i - 1] : tensor;
-        own = behind ? kOwn[i] : own, begin = behind ? begin_of(i) : begin;
+        row = behind ? rows[i] : row, own = behind ? kOwn[i] : own;
       }
-      return static_cast<Element*>(const_cast<void*>(tensor)) + (row + rows) * own + (int(here) - begin);
+      return row + (further * own + here);
     }
     DEVICE From behind(i64 offset) const {
-      const i64 at = feature + offset, rows = at / kFeatures;
-      return {params, first, row + rows, int(at - rows * kFeatures)};
+      const i64 at = feature + offset, further = at / kFeatures;
+      From from;
+      UNROLL for (int i = 0; i < COUNT; ++i) from.rows[i] = rows[i] + further * kOwn[i];
+      from.feature = int(at - further * kFeatures);
+      return from;
     }
   };
   DEVICE From operator+(i64 begin) const {
-    const i64 row = begin / kFeatures;
-    return {&params, first, row, int(begin - row * kFeatures)};
+    From from;
+    UNROLL for (int i = 0; i < COUNT; ++i)
+      from.rows[i] = static_cast<Element*>(const_cast<void*>(i ? params.weights[SECOND + i - 1] : first)) - begin_of(i);
+    from.feature = 0;
+    return from.behind(begin);
   }
 };
 
