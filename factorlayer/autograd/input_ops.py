@@ -53,7 +53,9 @@ if missing_extension is None:
 
 def of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
     """The same layer of an x that is several tensors."""
-    return replace(chain, inputs=features) if is_compiling() else _of_inputs(chain, features)
+    if is_compiling():  # a graph is for numbers of features, though Dynamo may have symbols for them
+        return replace(chain, inputs=tuple(len(range(n)) for n in features))
+    return _of_inputs(chain, features)
 
 
 @functools.lru_cache(1024)
