@@ -16,6 +16,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
 from factorlayer.kernels.kronecker.pair_backward import PairBackward
+from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import OfWork
@@ -97,6 +98,7 @@ FAMILIES = [
     (PairBackward, kronecker((9, 12), (16, 9)), (4, 104), "float32", 80),
     (Pair16Backward, kronecker((40, 48), (32, 64)), (1000, 920), "bfloat16", 90),
     (Pair16LargeBackward, kronecker((72, 80), (40, 96)), (32, 5728), "float16", 90),
+    (PairFewBackward, kronecker((32, 16), (16, 32)), (500, 12), "float32", 80),
     (PairSplitBackward, kronecker((24, 32), (40, 24)), (28, 700, 40), "float32", 90),
     (PairSplitBackward, kronecker((2, 28, 32), (2, 24, 32)), (896, 896), "tf32", 90),
 ]
@@ -108,9 +110,10 @@ def test_families_that_take_inputs(
 ) -> None:
     chain, gpu = replace(all_gradients_of(spec), inputs=inputs), replace(Gpu.of(arch), sms=2)
     outer, _ = around(chain)
-    ways = registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, MANY, gpu, inputs=inputs_of(chain))
+    batch = FEW if kind is PairFewBackward else MANY
+    ways = registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu, inputs=inputs_of(chain))
     (passes,) = (way for way in ways if isinstance(way[0], kind))
-    check_gradients(spec, inputs, Plan(chain, dtype, MANY, gpu, passes), 3, emulator)
+    check_gradients(spec, inputs, Plan(chain, dtype, batch, gpu, passes), 3, emulator)
 
 
 def check_gradients(spec: LayerSpec, inputs: tuple[int, ...], found: Plan, batch: int, emulator: Emulator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -22,7 +23,7 @@ def drawn(rng: random.Random, dtype: torch.dtype) -> tuple[FactorLinear, list[in
     count = 2 if structure == "monarch" else rng.choice([1, 2, 2, 3, 4])
     pool = SIZES if count < 3 else SIZES[:6]
     sizes = [tuple(rng.choice(pool) for _ in range(count)) for _ in range(2)]
-    features = [int(torch.tensor(each).prod()) for each in sizes]
+    features = [math.prod(each) for each in sizes]
     rank = rng.choice([1, 1, 2]) if count == 2 and structure == "kronecker" and min(map(min, sizes)) > 2 else 1
     activation = rng.choice([None, "gelu", nn.PReLU()])
     layer = FactorLinear(
@@ -65,7 +66,33 @@ def test_errors_are_those_of_one_tensor(seed: int, dtype: torch.dtype | str) -> 
     if dtype == "tf32":
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     kind = torch.float32 if dtype == "tf32" else dtype
-    layer, widths, batch = drawn(rng, kind)
+    check(*drawn(rng, kind), 2**-10 if dtype == "tf32" else torch.finfo(kind).eps)
+
+
+# One at least of each family that takes inputs
+OF_FAMILIES = [
+    ("32x32 32x32", (512, 512), 16, torch.bfloat16),
+    ("112x96 96x112", (10000, 752), 5, torch.float32),
+    ("48x40 40x48", (1000, 920), 300, torch.bfloat16),
+    ("96x72 72x96", (32, 6880), 70, torch.float16),
+    ("64x64 64x64", (1024, 1024, 1024, 1024), 300, torch.float32),
+    ("32x24 24x32", (568, 200), 2049, torch.bfloat16),
+    ("16x16 16x16 16x16", (4000, 96), 2049, torch.float32),
+    ("300x3 300x3", (450, 450), 40, torch.float64),
+]
+
+
+@pytest.mark.usefixtures("_always_apart")
+@pytest.mark.parametrize(("factors", "widths", "batch", "dtype"), OF_FAMILIES, ids=str)
+def test_families(factors: str, widths: tuple[int, ...], batch: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    p, q = zip(*(tuple(map(int, factor.split("x"))) for factor in factors.split()), strict=True)
+    layer = FactorLinear(math.prod(p), math.prod(q), factors=(p, q), dtype=dtype, implementation="fused").cuda()
+    check(layer, list(widths), batch, torch.finfo(dtype).eps)
+
+
+def check(layer: FactorLinear, widths: list[int], batch: int, eps: float) -> None:
+    kind = layer.weight_0.dtype
     x = torch.randn(batch, layer.in_features, dtype=kind, device="cuda")
     grad_y = torch.randn(batch, layer.out_features, dtype=kind, device="cuda")
     parts = [part.clone().requires_grad_() for part in x.split(widths, 1)]
@@ -76,7 +103,6 @@ def test_errors_are_those_of_one_tensor(seed: int, dtype: torch.dtype | str) -> 
     exact.implementation = "naive"
     whole = x.double().requires_grad_()
     right = results(exact, whole, [whole], grad_y)
-    eps = 2**-10 if dtype == "tf32" else torch.finfo(kind).eps
     for ours, theirs, true in zip(found, one, right, strict=True):
         size = true.norm()
         assert (ours - true).norm() <= 2 * (theirs - true).norm() + 4 * eps * size, (widths, batch, layer)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, most_samples
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Mode, OfTwoModes
+from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, told_inputs
 
 LARGEST = 128
 CLUSTER = 8  # blocks, as any GPU with clusters has
@@ -39,6 +39,7 @@ class PairClusterBackward(OfTwoModes):
     gpu: Gpu
     cluster: int = CLUSTER
     us: float = 0.0
+    inputs: Inputs | None = None
     bias: bool = False  # makes its gradient as well
 
     units_per_block = 1 << 40  # one block, but for the other direction of the grid
@@ -116,17 +117,19 @@ class PairClusterBackward(OfTwoModes):
     def told(self) -> list[str]:
         numbers = {"UNITS": self.units_per_sample, "SPAN": self.span, "CLUSTER": self.cluster, "BIAS": self.bias}
         numbers |= {"GROUPS": self.groups, "WARPS": self.warps, "SLOTS": self.slots, "GRAD": 2}
-        return kinds(self.dtype) + constants(self.told_sizes | numbers)
+        return kinds(self.dtype) + constants({**told_inputs(self.inputs), **self.told_sizes, **numbers})
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairClusterBackward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> PairClusterBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
-    if not gpu.clusters:
+    if not gpu.clusters or (inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype])):
         return None
     plans = [
-        replace(plan, us=_time(plan, batch, 2 * batch))
+        replace(plan, us=_time(plan, batch, 2 * batch), inputs=inputs)
         for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
     ]
     return fastest(plans)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Mode, OfTwoModes
+from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, told_inputs
 
 LARGEST = 128  # whose sums the warps of a block can hold
 MOST_BYTES = 64 << 20  # of all blocks' sums: a part of a longer chain has many units for each sample
@@ -35,6 +35,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
     batch: int
     gpu: Gpu
     us: float = 0.0
+    inputs: Inputs | None = None
 
     warps = 8  # two for each quarter of a multiprocessor: with one, doubles take 14 % longer, others the same
     blocks_per_sm = 0  # as many as there is work
@@ -101,15 +102,19 @@ class PairFewBackward(OfTwoModes, BlockSums):
     @property
     def told(self) -> list[str]:
         numbers = {"SPAN": self.span, "WIDTH": self.width, "SLOTS": self.slots, "WARPS": self.warps, "GRAD": 2}
-        return kinds(self.dtype) + constants(self.told_sizes | numbers)
+        return kinds(self.dtype) + constants({**told_inputs(self.inputs), **self.told_sizes, **numbers})
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairFewBackward | None:
+def tile(
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> PairFewBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
     if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
         return None
+    if inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype]):
+        return None
     plans = [
-        replace(plan, us=_time(plan, batch, 2 * batch))
+        replace(plan, us=_time(plan, batch, 2 * batch), inputs=inputs)
         for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
     ]
     return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)

@@ -215,7 +215,8 @@ OF_FACTORS = (
         pair_few_backward.tile,
         (pair_few_backward.PairFewBackward,),
         "few-samples",
-        Takes(factors=(2, 2), sizes=(16, pair_few_backward.LARGEST), samples=FEW, more="multiples of 16"),
+        Takes(factors=(2, 2), sizes=(16, pair_few_backward.LARGEST), samples=FEW, inputs=True, more="multiples of 16"),
+        told=("inputs",),
     ),
     Family(
         "eights backward",
@@ -263,7 +264,8 @@ OF_FACTORS = (
         pair_cluster_backward.tile,
         (pair_cluster_backward.PairClusterBackward,),
         "few-samples",
-        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, pair_cluster_backward.LARGEST), samples=FEW),
+        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, pair_cluster_backward.LARGEST), samples=FEW, inputs=True),
+        told=("inputs",),
     ),
 )
 

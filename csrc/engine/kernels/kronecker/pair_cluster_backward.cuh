@@ -14,11 +14,13 @@
 //
 // Pass: Math, Element, P0, P1, Q0, Q1, UNITS (of a sample), SPAN, CLUSTER (blocks), GROUPS (of a block), WARPS (of a
 //       group), SLOTS (for a group's units, 2 and more), GRAD (the parameter that G is; the weights' gradients go to
-//       the one behind it), BIAS (whether its gradient is made, behind those)
+//       the one behind it), BIAS (whether its gradient is made, behind those); Source and Sink: void, or Several, the tensors that
+//       X and dX are
 #pragma once
 #include "kernels/product/column_sums.cuh"
 #include "kernels/operands.cuh"
 #include "types/params.cuh"
+#include "move/several.cuh"
 
 template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
@@ -58,13 +60,13 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
   const int group, warp, rank, part;
   const i64 units;
   const u32 weights, slots, state, received;
-  const Element *x, *a, *b, *g;
+  const Element *a, *b, *g;
   DEVICE PairClusterBackward(const Params& given)
       : params(given), group(threadIdx.x / kGroup), warp(threadIdx.x / 32 % WARPS), rank(blockIdx.y % CLUSTER),
         part(group * CLUSTER + rank), units(given.batch * Pass::UNITS), weights(shared_address(shared_memory)),
         slots(weights + kWeights + group * SLOTS * kSlot),
         state(weights + kWeights + GROUPS * SLOTS * kSlot + group * kState),
-        received(weights + kWeights + GROUPS * (SLOTS * kSlot + kState)), x(static_cast<const Element*>(given.x)),
+        received(weights + kWeights + GROUPS * (SLOTS * kSlot + kState)),
         a(static_cast<const Element*>(given.weights[0])), b(static_cast<const Element*>(given.weights[1])),
         g(static_cast<const Element*>(given.weights[Pass::GRAD])) {}
 
@@ -165,7 +167,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
     constexpr int kBehind = SPAN * kX * kSize;  // G in a slot
     Total<Q0, SPAN> total;
     each_unit([&](i64 unit, u32 slot) {
-      Base::template copy<SPAN, P1, kX>(x + (unit * P0 + first) * P1, slot);
+      Base::template copy<SPAN, P1, kX>(source_of<typename Pass::Source, Element>(params) + (unit * P0 + first) * P1, slot);
       Base::template copy<Q0, Q1, kG>(g + unit * (Q0 * Q1), slot + kBehind);
     }, [&](i64, u32 slot) {
       make_state<SPAN, Q1, P1 / kStep, kG>([&](int row) {
@@ -189,7 +191,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
     constexpr int kBehind = P0 * kX * kSize;
     Total<SPAN, P1> total;
     each_unit([&](i64 unit, u32 slot) {
-      Base::template copy<P0, P1, kX>(x + unit * (P0 * P1), slot);
+      Base::template copy<P0, P1, kX>(source_of<typename Pass::Source, Element>(params) + unit * (P0 * P1), slot);
       Base::template copy<Q0, SPAN, kS, kGroup, Q1>(g + unit * (Q0 * Q1) + first, slot + kBehind);
     }, [&](i64, u32 slot) {
       make_state<P0, SPAN, Q0 / kStep, kS>([&](int row) {
@@ -239,7 +241,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
         const u32 from = slot + column * kSize + Math::template lane_b_by_n<kG, kPairs>(lane);
         return Base::template by_n<kG, true>(from, lane.index);
       }, place(lane.t * 2), place(1));
-      Element* to = static_cast<Element*>(params.y) + (unit * P0 + first) * P1;
+      const auto to = sink_of<typename Pass::Sink, Element>(params) + (unit * P0 + first) * P1;
       ROLL for (int task = warp; task < Task::kCount; task += WARPS) {
         const int row = Task::row(task), column = Task::column(task);
         typename Task::Sums sums = {};

@@ -10,10 +10,12 @@
 // Of 32 bits what is read by n or m takes k's in pairs, and what is read by rows takes them in order: so dT's columns
 // lie as B's rows want them.
 //
-// Pass: Math, Element, P0, P1, Q0, Q1, SPAN, WIDTH, SLOTS (for chunks), WARPS, GRAD (the parameter that G is)
+// Pass: Math, Element, P0, P1, Q0, Q1, SPAN, WIDTH, SLOTS (for chunks), WARPS, GRAD (the parameter that G is); Source and Sink:
+//       void, or Several, the tensors that X and dX are
 #pragma once
 #include "kernels/operands.cuh"
 #include "types/params.cuh"
+#include "move/several.cuh"
 
 template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typename Pass::Element, Pass::WARPS * 32> {
   using Math = typename Pass::Math;
@@ -87,7 +89,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     const int first = blockIdx.y * SPAN;
     const Element* b = static_cast<const Element*>(params.weights[1]);
     const Element* g = static_cast<const Element*>(params.weights[Pass::GRAD]) + unit * (Q0 * Q1);
-    Base::template copy<SPAN, P1, kX>(static_cast<const Element*>(params.x) + (unit * P0 + first) * P1, x);
+    Base::template copy<SPAN, P1, kX>(source_of<typename Pass::Source, Element>(params) + (unit * P0 + first) * P1, x);
     Base::template copy<Q0, SPAN, kA, kThreads, P0>(static_cast<const Element*>(params.weights[0]) + first, a);
     UNROLL for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, b, g);
     Real* of_a = static_cast<Real*>(params.sums) + unit * (Q0 * P0) + first;
@@ -106,7 +108,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
       add(sums, here);
       make_b(of_b + chunk * WIDTH * P1);
     }
-    store(sums, of_a, static_cast<Element*>(params.y) + (unit * P0 + first) * P1);
+    store(sums, of_a, sink_of<typename Pass::Sink, Element>(params) + (unit * P0 + first) * P1);
   }
 
   // T and dT
@@ -167,7 +169,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     }
   }
 
-  DEVICE void store(const Sums& sums, Real* of_a, Element* of_x) const {
+  template <class OfX> DEVICE void store(const Sums& sums, Real* of_a, const OfX& of_x) const {
     const u32 staged = slots + warp * (16 * (kWide * 8 + 8) * kSize);
     if constexpr (kSize == 2) __syncthreads();  // chunks are read
     each([&](int turn, int task) {
