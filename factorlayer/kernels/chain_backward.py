@@ -31,8 +31,6 @@ from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, Ti
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
-    OF_TENSOR,
-    access_of,
     chunks_of,
     odd_us,
     of_pieces,
@@ -42,7 +40,7 @@ from factorlayer.kernels.tiling import (
     waits_for_weights,
     waits_of,
 )
-from factorlayer.kernels.work import Mode, Work, merged, round_up, told_inputs
+from factorlayer.kernels.work import OF_TENSOR, Mode, Work, merged, round_up, told_inputs
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
 TILES = (
@@ -548,7 +546,8 @@ def _moving(plan: ChainBackward) -> float:
     for state, times in ((0, 2 if plan.places.y else 1), (-1, plan.gradients)):
         run = plan.chunk if plan.chunk < work.inner else math.prod(work.states[state]) * work.inner
         inputs = None if state else work.inputs
-        access = access_of(math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16), size, inputs)
+        access = math.gcd(16, run * size, work.inner * size if plan.chunk < work.inner else 16)
+        access = inputs.access(access, size) if inputs else access
         elements = plan.units * math.prod(work.states[state]) * plan.chunk
         each = of_pieces(access, run * size) + (OF_TENSOR if inputs else 0)
         count += times * each * elements * size / access / 32

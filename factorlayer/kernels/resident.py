@@ -261,7 +261,8 @@ def copied_at_once(
     """Bytes: what divides every run, in memory and in shared memory, and the rows of each tensor that x is."""
     _, contiguous, _, whole, step = region
     run = layout.i if layout.i > 1 else layout.p
-    return math.gcd(16, *(n * size for n in (run, contiguous, whole, step, *(inputs.features if inputs else ()))))
+    access = math.gcd(16, *(n * size for n in (run, contiguous, whole, step)))
+    return inputs.access(access, size) if inputs else access
 
 
 def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int], out: bool) -> int:

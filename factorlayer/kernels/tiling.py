@@ -26,7 +26,7 @@ from factorlayer.kernels.stages import (
     tiles_across,
     together,
 )
-from factorlayer.kernels.work import Inputs, Work, round_up
+from factorlayer.kernels.work import OF_TENSOR, Inputs, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -38,7 +38,6 @@ TILES = (
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
 # slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_LINE = 2, 2
-OF_TENSOR = 25  # to find where a piece is in one of two tensors, in machine code as well
 LINE, SECTOR = 128, 32  # bytes of memory
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
@@ -263,16 +262,11 @@ def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = Non
     size = ELEMENT_BYTES[work.dtype]
     run = chunk if chunk < work.inner else elements
     access = math.gcd(16, run * size, work.inner * size if chunk < work.inner else 16)
-    access = access_of(access, size, inputs)
+    access = inputs.access(access, size) if inputs else access
     if access == 16 and inputs is None:
         return 0.0
     each = of_pieces(access, run * size) if access < 16 else 0.0
     return elements * size / access / 32 * (each + (OF_TENSOR if inputs else 0))
-
-
-def access_of(access: int, size: int, inputs: Inputs | None) -> int:
-    """Bytes of one access, which is in one tensor alone."""
-    return math.gcd(access, *(n * size for n in inputs.features)) if inputs else access
 
 
 def of_pieces(access: int, run: int) -> float:

@@ -12,6 +12,9 @@ from factorlayer.device.code import Asks, ask_for, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
+from factorlayer.maths.chain import Chain
+
+OF_TENSOR = 25  # instructions of a warp to find where pieces are in one of two tensors, in machine code
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,21 @@ class Inputs:
         """Whether all rows are whole pieces of 16 bytes."""
         return all(n * size % 16 == 0 for n in self.features)
 
+    def access(self, access: int, size: int) -> int:
+        """Bytes moved at once, which lie in one tensor alone, where they would be so many of one."""
+        return math.gcd(access, *(n * size for n in self.features))
+
     def asks(self, size: int) -> list[tuple[str, str]]:
         """As kernels ask for them; of elements of so many bytes."""
         names = ["params.x", *(f"params.weights[{self.second + i}]" for i in range(len(self.features) - 1))]
         return [ask_for(name, n * size) for name, n in zip(names, self.features, strict=True)]
+
+
+def inputs_of(chain: Chain) -> Inputs | None:
+    """Where kernels find x, if it is several tensors: behind the weights and a bias, or, of all gradients, behind
+    grad_y and what is made."""
+    second = len(chain.contractions) + 2 if chain.backward else chain.weights + 1
+    return Inputs(chain.inputs, second) if chain.inputs else None
 
 
 def told_inputs(inputs: Inputs | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from factorlayer.kernels.weights import LARGEST_NORMALISED
-from factorlayer.kernels.work import Inputs, Mode, Work
+from factorlayer.kernels.work import Mode, Work, inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 
@@ -96,13 +96,6 @@ def parts_of(order: list[int], count: int) -> Iterator[list[list[int]]]:
     for cuts in itertools.combinations(range(1, len(order)), count - 1):
         bounds = [0, *cuts, len(order)]
         yield [order[a:b] for a, b in itertools.pairwise(bounds)]
-
-
-def inputs_of(chain: Chain) -> Inputs | None:
-    """Where kernels find x, if it is several tensors: behind the weights and a bias, or, of all gradients, behind
-    grad_y and what is made."""
-    second = len(chain.contractions) + 2 if chain.backward else chain.weights + 1
-    return Inputs(chain.inputs, second) if chain.inputs else None
 
 
 def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list[int]]) -> list[Work]:

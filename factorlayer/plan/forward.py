@@ -12,7 +12,7 @@ from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
-from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
+from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
 from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.works import least_us, tile_all
 
@@ -31,13 +31,11 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         found = Plan(chain, dtype, batch, gpu, tiled)
         if best is None or found.weight < best.weight:
             best = found
-    if chain.inputs:
-        if best is None:
-            raise PlanError(f"no pass reads x from several tensors for {chain.text!r}")
-        return best.passes
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
         best = min(alone, best or alone, key=lambda found: found.weight)
+    if chain.inputs:
+        return best.passes
     at_once = [
         (offer.us / sum_us(offer.passes) * class_us(offer.passes, batch), offer.passes)
         for offer in _at_once(chain, dtype, batch, gpu, best)

@@ -13,10 +13,11 @@ from factorlayer.kernels.gradient import REDUCTION_US
 from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
+from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import registry
-from factorlayer.plan.cuts import around, inputs_of, modes_of
+from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.products import class_us, one_by_one, sum_us

@@ -45,7 +45,7 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     made = [(p.from_the_end(), *turn) if i % 2 else (p, *turn) for i, (p, *turn) in enumerate(made)]
     passes = tuple(itertools.chain(*made))
     first = chain.contractions[0]
-    if first.tied or first.inner == 1 or chain.x_turned:
+    if first.tied or first.inner == 1 or chain.x_turned or chain.inputs:
         return passes
     turn = registry.fastest(registry.OF_TURN, first.outer, first.p, first.inner, dtype, batch, gpu)
     turned = (*turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))

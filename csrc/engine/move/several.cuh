@@ -40,6 +40,17 @@ template <class Element, int SECOND, int... FEATURES> struct Several {
       return from;
     }
   };
+  // A feature of a row, by itself
+  DEVICE Element* at(i64 row, int feature) const {
+    const void* tensor = first;
+    int own = kOwn[0], begin = 0;
+    UNROLL for (int i = 1; i < COUNT; ++i) {
+      const bool behind = feature >= begin_of(i);
+      tensor = behind ? params.weights[SECOND + i - 1] : tensor;
+      own = behind ? kOwn[i] : own, begin = behind ? begin_of(i) : begin;
+    }
+    return static_cast<Element*>(const_cast<void*>(tensor)) + row * own + (feature - begin);
+  }
   DEVICE From operator+(i64 begin) const {
     From from;
     UNROLL for (int i = 0; i < COUNT; ++i)

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import MOST_ASKED, Long, ask_for, constants, kinds
+from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.work import round_up
+from factorlayer.kernels.work import OF_TENSOR, Inputs, inputs_of, round_up, told_inputs
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -75,6 +75,7 @@ class Product:
     mixed: int = -1  # the weight of a mode of 8 before the contracted one, by which rows of x are mixed
     slabs: bool = False  # y is [sample / 32][feature, as a chain has it][sample % 32]
     through: bool = False  # what is made, times the activation's slope, from a state like y that is its result
+    inputs: Inputs | None = None  # if x is several tensors
     unturned: bool = False  # y is [sample][group][q], and the pass behind turns it
 
     @kept
@@ -136,6 +137,7 @@ class Product:
         """What a kernel reads first: x, if it is not a state between two of ours, and some of the weight."""
         weight = min(self.contraction.weight_size * self.size, MOST_ASKED)
         of_x = [] if self.ours_in else [ask_for("params.x", self.terms_in * self.x_features * self.size)]
+        of_x = self.inputs.asks(self.size) if self.inputs else of_x
         return [*of_x, (f"params.weights[{self.contraction.weight}]", str(weight))]
 
     @property
@@ -178,6 +180,7 @@ def products(chain: Chain, dtype: str) -> list[Product]:
                 scalars=len(chain.contractions),
                 slope=chain.slope > 0 and i == last,
                 through=chain.through > 0 and i == last,
+                inputs=inputs_of(chain) if i == 0 else None,
             )
         )
     return found
@@ -359,11 +362,12 @@ class Streamed(Pass):
     @property
     def told(self) -> list[str]:
         p = self.product
-        told = p.told | {"INNER": p.inner, "X_STEP": p.x_step, "TJ": self.columns, "TB": self.together}
+        told: Told = {**p.told, "INNER": p.inner, "X_STEP": p.x_step, "TJ": self.columns, "TB": self.together}
         told |= {"TERMS": p.terms if p.terms_out == 1 else 1, "TERM_BLOCKS": p.terms_out}
         told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "STEPS": self.steps, "MT": self.mt, "NT": self.nt}
         told |= {"BK": self.bk, "SLOTS": self.slots, "SPAN": self.span, "RESULT": self.result}
         told |= dict(zip(("COPY_X", "COPY_W", "STORE"), self.accesses, strict=True))
+        told |= {"Source": told_inputs(p.inputs)["Source"]}
         told |= {"BY_ROWS": p.by_rows, "ROUND_X": not p.ours_in, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
@@ -389,6 +393,7 @@ class Streamed(Pass):
         else:
             x = math.gcd(16, c.inner * p.size)
             runs = [c.inner]
+        x = p.inputs.access(x, p.size) if p.inputs else x
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
@@ -538,10 +543,12 @@ def _copied(plan: Streamed) -> tuple[float, float, float]:
         rows_x, row_x, rows_weight = plan.bk, plan.bn * product.size, plan.bm
         together_x = min(plan.bn, product.inner) * product.size
     copied = copies = lines = 0.0
-    for rows, bytes_, together, access in ((rows_x, row_x, together_x, x), (rows_weight, row, row, weight)):
+    of_each = (rows_x, row_x, together_x, x, True), (rows_weight, row, row, weight, False)
+    for rows, bytes_, together, access, of_x in of_each:
         run = min(32 * access, together)
         copied += rows * bytes_
         copies += rows * bytes_ / (32 * access) * (COPY_INSTRUCTIONS if access >= 4 else LOADED_INSTRUCTIONS)
+        copies += rows * bytes_ / (32 * access) * (OF_TENSOR if of_x and product.inputs else 0)
         lines += rows * bytes_ / run * (1 + (run - access) / LINE if access < 16 else max(1.0, run / LINE))
     return copied, copies, lines
 

@@ -41,7 +41,7 @@ STREAMED = Family(
     streamed.tile,
     (streamed.Streamed,),
     "wide",
-    Takes(factors=(1, 1), sums=True),
+    Takes(factors=(1, 1), sums=True, inputs=True),
     margin=Margin(1.2, 0.9, _is_of_few, f"beside wide and mapped ones, better with few samples: {ON_TABLES}"),
     last=True,
 )

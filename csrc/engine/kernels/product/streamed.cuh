@@ -15,10 +15,11 @@
 //        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, SLOTS, SPAN, TJ (columns of a block), TB (b's
 //        that stay together), BIAS_INNER (groups that take turns in the bias, though y has one after the other; else 1),
 //        COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and ROUND_Y (to what
-//        the matrix unit takes: x as it is read, y as it is stored)
+//        the matrix unit takes: x as it is read, y as it is stored), Source: void, or Several, the tensors that x is
 #pragma once
 #include "move/packed.cuh"
 #include "multiply/mma.cuh"
+#include "move/several.cuh"
 #include "types/params.cuh"
 #include "finish/pointwise.cuh"
 
@@ -29,6 +30,7 @@ template <class Pass> struct Streamed {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
   static constexpr bool kByRows = Pass::BY_ROWS;
+  static constexpr bool kSeveral = !is_void<typename Pass::Source>;
   static constexpr bool kMatrices = sizeof(Element) <= 4;  // operands are read by whole 16-byte rows
   static constexpr int kSize = sizeof(Element), kThreads = Pass::WM * Pass::WN * Pass::WG * 32;
   static constexpr int P = Pass::P, Q = Pass::Q, MT = Pass::MT, NT = Pass::NT, WG = Pass::WG, BK = Pass::BK;
@@ -78,13 +80,23 @@ template <class Pass> struct Streamed {
   DEVICE int weight_row(int j) const {
     return j < TJ && q + j < Q ? (q + j) % Pass::B * Pass::STEP_B + (q + j) / Pass::B * Pass::STEP_A : -1;
   }
+  DEVICE i64 group_in_x(int fast) const {
+    if constexpr (Pass::GROUPS == 1) return 0;
+    const int group = weight_of(fast);
+    return Pass::X_STEP == 1 ? i64(group) * P : i64(group / Pass::X_STEP) * P * Pass::X_STEP + group % Pass::X_STEP;
+  }
   DEVICE i64 x_offset(i64 row, int fast, int term) const {
-    i64 at = place_in_x(row) + i64(term) * Pass::X_TERM;
-    if constexpr (Pass::GROUPS > 1) {
-      const int group = weight_of(fast);
-      at += Pass::X_STEP == 1 ? i64(group) * P : i64(group / Pass::X_STEP) * P * Pass::X_STEP + group % Pass::X_STEP;
-    }
-    return at;
+    return place_in_x(row) + i64(term) * Pass::X_TERM + group_in_x(fast);
+  }
+  // Of several tensors: k of a row and group, by rows, and of a column.
+  DEVICE const Element* state_of(i64 row, int fast, int k) const {
+    const typename Pass::Source x{params, params.x};
+    return x.at(row / Pass::OUTER, int(row % Pass::OUTER) * P + int(group_in_x(fast)) + k * Pass::X_STEP);
+  }
+  DEVICE const Element* column_of(int c, int k) const {
+    const typename Pass::Source x{params, params.x};
+    const i64 row = first_row + (inner + c) / Pass::INNER;
+    return x.at(row / Pass::OUTER, (int(row % Pass::OUTER) * P + k) * Pass::INNER + (inner + c) % Pass::INNER);
   }
   DEVICE i64 weight_offset(int row, int fast, int term) const {
     const i64 group = Pass::GROUPS > 1 ? weight_of(fast) : term;
@@ -193,7 +205,9 @@ template <class Pass> struct Streamed {
         bool here = inside && from.has_x >> i & 1;
         if (last) here = here && fast + at.step * WG + r / BM < FAST;
         const Element* x = from.x + behind + States::behind(i);
-        if constexpr (!States::kEven)
+        if constexpr (kSeveral) {
+          if (here && wanted) x = state_of(first + r % BM, fast + at.step * WG + r / BM, at.k + States::k());
+        } else if constexpr (!States::kEven)
           x = from.x + (here && wanted ? state_at(r, at.step) + i64(at.term) * Pass::X_TERM +
                                              i64(at.k + States::k()) * Pass::X_STEP : 0);
         return Piece{to + piece(r, States::k()), x, here, States::is_whole(i)};
@@ -206,8 +220,10 @@ template <class Pass> struct Streamed {
         // Where a lane takes k = t, t + 4 of the right operand, they are to be the k's that it has of the left.
         const int place = kMatrices ? l : l / 8 * 8 + l % 8 / 2 + l % 2 * 4;
         const bool here = from.has_x && (P % BK == 0 || at.k + l < P);
-        return Piece{shared + place * kColumnStride * kSize, x + i64(i) * kColumnTogether * Pass::INNER, here,
-                     BK % kColumnTogether == 0 || l < BK};
+        const Element* piece = x + i64(i) * kColumnTogether * Pass::INNER;
+        if constexpr (kSeveral)
+          if (here && wanted) piece = column_of(thread % kColumnRow * (BN / kColumnRow), at.k + l);
+        return Piece{shared + place * kColumnStride * kSize, piece, here, BK % kColumnTogether == 0 || l < BK};
       });
     }
   }
@@ -345,7 +361,12 @@ template <class Pass> struct Streamed {
       const float* w = weight + weight_offset(from, fast, t);
       const float* v = x + (kByRows ? x_offset(first + r, fast, t)
                                     : column_at(c) + i64(t - term) * Pass::X_TERM);
-      ROLL for (int p = 0; p < P; ++p) sum += w[p] * v[i64(p) * (kByRows ? Pass::X_STEP : Pass::INNER)];
+      ROLL for (int p = 0; p < P; ++p) {
+        if constexpr (kSeveral)
+          sum += w[p] * *(kByRows ? state_of(first + r, fast, p) : column_of(c, p));
+        else
+          sum += w[p] * v[i64(p) * (kByRows ? Pass::X_STEP : Pass::INNER)];
+      }
     }
     return sum;
   }
