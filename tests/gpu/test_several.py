@@ -79,6 +79,9 @@ OF_FAMILIES = [
     ("32x24 24x32", (568, 200), 2049, torch.bfloat16),
     ("16x16 16x16 16x16", (4000, 96), 2049, torch.float32),
     ("300x3 300x3", (450, 450), 40, torch.float64),
+    ("8x8 512x512", (2048, 2048), 300, torch.bfloat16),
+    ("monarch 32x32 32x32", (1000, 24), 300, torch.bfloat16),
+    ("monarch 31x33 33x31", (1000, 23), 40, torch.float32),
 ]
 
 
@@ -86,9 +89,17 @@ OF_FAMILIES = [
 @pytest.mark.parametrize(("factors", "widths", "batch", "dtype"), OF_FAMILIES, ids=str)
 def test_families(factors: str, widths: tuple[int, ...], batch: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    p, q = zip(*(tuple(map(int, factor.split("x"))) for factor in factors.split()), strict=True)
-    layer = FactorLinear(math.prod(p), math.prod(q), factors=(p, q), dtype=dtype, implementation="fused").cuda()
-    check(layer, list(widths), batch, torch.finfo(dtype).eps)
+    sizes = factors.removeprefix("monarch ")
+    p, q = zip(*(tuple(map(int, factor.split("x"))) for factor in sizes.split()), strict=True)
+    layer = FactorLinear(
+        math.prod(p),
+        math.prod(q),
+        structure="kronecker" if sizes == factors else "monarch",
+        factors=(p, q),
+        dtype=dtype,
+        implementation="fused",
+    )
+    check(layer.cuda(), list(widths), batch, torch.finfo(dtype).eps)
 
 
 def check(layer: FactorLinear, widths: list[int], batch: int, eps: float) -> None:
