@@ -15,8 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from factorlayer import FactorGRU, FactorGRUCell, FactorLinear, FactorMLP, factor_linear
+from factorlayer.autograd import input_ops, layer_ops
+from factorlayer.autograd.runtime import dtype_name
+from factorlayer.device.gpu import Gpu
 from factorlayer.functional import run
 from factorlayer.maths.chain import Chain
+from factorlayer.plan import planner
 
 SPECS = [
     kronecker((4, 6, 5), (3, 7, 4)),
@@ -349,3 +353,25 @@ def test_ops_refuse_other_tensors_than_the_text_says() -> None:
     with pytest.raises(RuntimeError, match="which this op does not take"):
         torch.ops.factorlayer.forward(torch.zeros(3, 12), weight, None, text)
     assert Chain.parse(text).text == text and Chain.parse(text).alone.text == text.split("; ")[1]
+
+
+def test_why_they_are_concatenated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an H100, whose planner is asked here."""
+    gpu = Gpu.of(90)
+
+    def ask(question: str, text: str, dtype: torch.dtype, device: int) -> str:
+        return str(getattr(planner, question)(text, dtype_name(dtype), gpu.arch, gpu.sms, gpu.shared))
+
+    monkeypatch.setattr(layer_ops, "ask_planner", ask)
+    monkeypatch.setattr(input_ops, "gpu_limits", lambda _: (gpu.arch, gpu.sms, gpu.shared))
+    none = -1  # a device that nobody else asks for
+    for spec, inputs, forward, backward in (
+        (kronecker((32, 32), (32, 32)), (1000, 24), None, None),
+        (kronecker((31, 33), (31, 33)), (1000, 23), "are predicted to take", "are predicted to take"),
+        (monarch((32, 32), (32, 32)), (512, 512), None, "no plan for all gradients"),
+    ):
+        text = input_ops.of_inputs(Chain.of(spec, True, "relu"), inputs).text
+        found = input_ops._why_concatenated(text, torch.bfloat16, none, 2)
+        _, back = input_ops._at_once(text, torch.bfloat16, none, 2)
+        for reason, words in ((found, forward), (back, backward)):
+            assert reason is None if words is None else words in reason

@@ -120,8 +120,8 @@ def explain_inputs(chain: Chain, x: Tensor, batch: int) -> str:
 
     device, batch_class = x.get_device(), class_of_batch(batch)
     kernels = explain(text, dtype_name(x.dtype), batch_class, *gpu_limits(device))
-    back = _at_once(text, x.dtype, device, batch_class)
-    how = "read where they lie, by one plan for all gradients" if back else "concatenated"
+    _, reason = _at_once(text, x.dtype, device, batch_class)
+    how = f"concatenated, because {reason}" if reason else "read where they lie, by one plan for all gradients"
     return f"of several inputs, read where they lie: {kernels}\nbackward they are {how}"
 
 
@@ -213,11 +213,11 @@ def _backward_on_cuda(
     bias = tensors[-1] if chain.bias else None
     weights = tensors[: len(tensors) - chain.bias]
     ops = cuda_ops(device, dtype)
-    at_once = None
     everything = any(place < count for place in wanted) and all(count + i in wanted for i in range(len(weights)))
-    if everything and " | " not in text:
-        at_once = _at_once(text, dtype, device, class_of_batch(batch))
-    if at_once is None:
+    if not everything or " | " in text:
+        return _of_concatenated(grad_y, inputs, tensors, text, wanted)
+    at_once, reason = _at_once(text, dtype, device, class_of_batch(batch))
+    if reason is not None:
         return _of_concatenated(grad_y, inputs, tensors, text, wanted)
     key = text, class_of_batch(batch), dtype, device
     slope, before = slope_texts(chain.alone.text, ops.fits_of(batch))[2], replace(chain, activation="identity").text
@@ -241,19 +241,21 @@ _prepared: set[Hashable] = set()
 
 
 @functools.lru_cache(1024)
-def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str | None:
-    """What makes all gradients of a layer without its bias and activation, if one plan does, and is predicted to take
-    less than what does so of one tensor."""
+def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> tuple[str, str | None]:
+    """What is asked for all gradients of a layer without its bias and activation, and why x is concatenated instead, or
+    None: if one plan makes them, and is predicted to take less than what does so of one tensor."""
     chain = Chain.parse(text)
-    if chain.parameters or len(chain.contractions) + 2 * len(chain.inputs) > MAX_WEIGHTS:
-        return None
     plain = replace(chain, bias=False, activation="identity")
     back = replace(plain, backward=True).text
+    if chain.parameters:
+        return back, "its activation has parameters"
+    if len(chain.contractions) + 2 * len(chain.inputs) > MAX_WEIGHTS:
+        return back, f"CUDA kernels take {MAX_WEIGHTS} weights, inputs and gradients of these at most"
     if not has_kernel(back, dtype, device, few=batch_class == 0):
-        return None
+        return back, "no plan for all gradients reads x from several tensors"
     ops, batch = cuda_ops(device, dtype), BATCHES[batch_class]
     alone = [asked for asked, _ in runs(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
-    return back if slower_than_concatenated(back, alone, dtype, device, batch_class) is None else None
+    return back, slower_than_concatenated(back, alone, dtype, device, batch_class)
 
 
 def _of_concatenated(
