@@ -2,18 +2,12 @@
 // weights of all gates in shared memory. What a sequence's state is multiplied by at every step are contractions as chain.cuh has
 // them; the sums of the last one stay with the lanes that made them, which keep the state of the same features from step to step.
 //
-// Behind the warps that do so, one more brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All
-// meet at the barriers that end contractions: when a step ends, what the next one reads is there.
-//
-// Pass: what chain.cuh asks for; HIDDEN, features of this block's part of a state, PARTS of them; SLOTS, STREAMS, tensors with a row
-//       for each step that is read; PAIRED, whether two neighbouring features are always one lane's and lie together; Last, the last
-//       contraction, RESULT, how what it makes, and streams, lie, and before_last(), all contractions but the last; LAYOUT, how the
-//       first one reads the state, kStateBytes of one, and EVEN, whether a lane's features lie in it at constants behind its first;
-//       kWalk, the place from which on is said where rows lie (recurrent_rows.cuh); kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in
-//       shared memory; DOWN, whether steps are walked from a sequence's last one to its first one
+// Pass: what recurrent_walk.cuh asks for; HIDDEN, features of this block's part of a state, PARTS of them; PAIRED, whether two
+//       neighbouring features are always one lane's and lie together; Last, the last contraction, RESULT, how what it makes, and
+//       streams, lie, and before_last(), all contractions but the last; LAYOUT, how the first one reads the state, kStateBytes of
+//       one, and EVEN, whether a lane's features lie in it at constants behind its first
 #pragma once
-#include "kernels/chain.cuh"
-#include "kernels/recurrent/recurrent_rows.cuh"
+#include "kernels/recurrent/recurrent_walk.cuh"
 
 // Where the last contraction of a step reads what others have made for it: of the first gate, and from one gate to the next
 struct Gathered {
@@ -21,29 +15,18 @@ struct Gathered {
   int apart;
 };
 
-template <class Pass> struct RecurrentSteps : Chain<Pass> {
-  using Base = Chain<Pass>;
+template <class Pass> struct RecurrentSteps : RecurrentWalk<Pass> {
+  using Base = RecurrentWalk<Pass>;
   using typename Base::Element, typename Base::Math;
-  using Base::kBlock, Base::kSize, Base::lane, Base::memory, Base::params, Base::units, Base::warp;
+  using Base::kSize, Base::lane, Base::multiplies, Base::row, Base::shared, Base::stream_address, Base::warp;
   using Real = Sum<Element>;
   using Last = typename Pass::Last;
   using Result = typename Pass::RESULT;
   template <class S> using Sums = typename Base::template Sums<S>;
-  static constexpr int kRounds = ceil_div(Last::TILES, Pass::WARPS), kHalves = 2 * Last::MT, kCodes = 2 * Pass::SLOTS;
+  static constexpr int kRounds = ceil_div(Last::TILES, Pass::WARPS), kHalves = 2 * Last::MT;
   static constexpr i64 kWhole = i64(Pass::HIDDEN) * Pass::PARTS;
-  static_assert((Pass::SLOTS & (Pass::SLOTS - 1)) == 0 && kCodes >= Pass::SLOTS + 2);
   using State = Real[kRounds][kHalves][Last::NT][2];  // a lane's features, as its sums of the last contraction lie
-  const u32 shared;
-  const i64 begin;  // the block's first sequence
-
-  DEVICE RecurrentSteps(const Params& p)
-      : Base(p), shared(shared_address(shared_memory)), begin(i64(blockIdx.x) * Pass::UNITS) {}
-
-  // Whether a thread multiplies, or brings what is read. All come to the same barriers.
-  DEVICE static bool multiplies() { return threadIdx.x < kBlock; }
-
-  DEVICE Rows<Pass::UNITS, kCodes> rows() const { return {shared + Pass::kRowsAt}; }
-  DEVICE Row row(u32 step, int unit) const { return rows().of(step, unit); }
+  DEVICE RecurrentSteps(const Params& p) : Base(p) {}
 
   // Two neighbouring features of a lane: the place of the first among those of the tile, where its stream and its state lie, and
   // whether they are there. Those of a warp tile lie at constants behind its first ones.
@@ -118,9 +101,6 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
   }
 
   // What is read at each step: in a slot of shared memory a stream lies as the result of the last contraction would
-  DEVICE u32 stream_address(u32 step, int stream) const {
-    return shared + Pass::kStreamsAt + step % Pass::SLOTS * Pass::kSlotBytes + stream * Pass::kStreamBytes;
-  }
   DEVICE void take(u32 step, int stream, const Two& two, Real (&x)[2]) const {
     const u32 from = stream_address(step, stream) + two.of_stream * kSize;
     if constexpr (Pass::PAIRED)
@@ -198,55 +178,5 @@ template <class Pass> struct RecurrentSteps : Chain<Pass> {
       UNROLL for (int g = FIRST; g < END; ++g) add_product<Last>(y[g - FIRST], tile, g, from.at + g * from.apart);
       take_sums(round, y);
     }
-  }
-
-  // What the loading warp does: `load(to, stream, row, unit)` brings a row of a stream.
-  template <class Load> DEVICE void bring(u32 step, const Load& load) const {
-    for (int unit = 0; unit < Pass::UNITS; ++unit) {
-      const Row mine = row(step, unit);
-      if (mine.there())
-        UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), stream, mine, unit);
-    }
-    commit_copies();
-  }
-
-  // One step after another: the loading warp brings what the others, once they are `ready`, go on with. `loader(thread)` is what
-  // brings a row, go(step) what all threads do, each its part.
-  template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
-    static_assert(Pass::UNITS <= 32);
-    const Walk walk(params, Pass::kWalk);
-    const u32 steps = walk.longest(begin, Pass::UNITS, units);
-    const int thread = threadIdx.x - kBlock;
-    const bool reads_rows = !multiplies() && thread < Pass::UNITS;
-    const auto load = loader(multiplies() ? 0 : thread);
-    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
-    if (multiplies())
-      for (int at = threadIdx.x * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
-    __syncthreads();
-    if (multiplies()) Pass::load_weights(*this);
-    commit_copies();
-    wait_for_copies<0>();
-    __syncthreads();
-    if (multiplies()) {
-      Base::round_weights();
-      ready();
-    } else {
-      ahead.advance(0);
-      for (u32 step = 0; step < kCodes - 1; ++step)
-        if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
-      __syncwarp();
-      for (u32 step = 0; step < Pass::SLOTS; ++step) bring(step, load);
-      wait_for_copies<Pass::SLOTS - 1>();
-    }
-    __syncthreads();
-    ROLL for (u32 step = 0; step < steps; ++step) {
-      if (!multiplies()) wait_for_copies<Pass::SLOTS - 2>();
-      go(step);
-      if (multiplies()) continue;
-      if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
-      __syncwarp();
-      bring(step + Pass::SLOTS, load);
-    }
-    wait_for_copies<0>();
   }
 };
