@@ -14,8 +14,10 @@ from torch import Tensor
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_spread
+from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_cluster, recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import Recurrent
+from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster
+from factorlayer.kernels.recurrent.recurrent_cluster_backward import RecurrentClusterBackward
 from factorlayer.kernels.recurrent.recurrent_slopes import RecurrentSlopes
 from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread
 from factorlayer.kernels.recurrent.recurrent_spread_backward import RecurrentSpreadBackward
@@ -61,6 +63,7 @@ class Case:
     joined: bool = False
     units: int = 0  # of a block, if not what the planner takes
     spread: int = 0  # features of a block, if several share the matrix
+    cluster: int = 0  # blocks, if these share the state
 
     def __str__(self) -> str:
         words = [
@@ -71,7 +74,10 @@ class Case:
         ]
         words += [name for name in ("reverse", "ragged", "starts", "joined") if getattr(self, name)]
         return "-".join(
-            words + [self.activation] * (self.activation != "tanh") + [f"units{self.units}"] * bool(self.units)
+            words
+            + [self.activation] * (self.activation != "tanh")
+            + [f"units{self.units}"] * bool(self.units)
+            + [f"cluster{self.cluster}"] * bool(self.cluster)
         )
 
     @property
@@ -101,6 +107,11 @@ CASES = [
     Case(dense(21), "float64", 4, 3, ragged=True, spread=8, bias=False),
     Case(dense(19), "float16", 2, 4, reverse=True, starts=True, spread=8),
     Case(dense(40), "tf32", 5, 3, joined=True, spread=16, activation="elu"),
+    Case(kronecker(16, 16), "bfloat16", 2, 5, cluster=2, starts=True),
+    Case(kronecker(14, 20), "float32", 3, 4, cluster=4, ragged=True, starts=True, units=2),
+    Case(kronecker(6, 24), "float64", 3, 4, cluster=2, ragged=True, reverse=True, bias=False),
+    Case(kronecker(40, 24), "float16", 2, 3, cluster=2, joined=True, ragged=True),
+    Case(kronecker(32, 22), "tf32", 2, 3, cluster=4, starts=True, activation="elu"),
 ]
 
 
@@ -164,7 +175,7 @@ def run(
     for size in sizes:
         begins.append(begins[-1] + -(-size // 16) * 16)
     grid = -(-batch // planned.units_per_block), planned.split
-    together = planned.split if isinstance(planned, RecurrentSpread) else 1
+    together = planned.split if isinstance(planned, (RecurrentSpread, RecurrentCluster)) else 1
     if before:
         (folder / "before").write_bytes(
             b"".join(written(t).ljust(-(-size // 16) * 16, b"\0") for t, size in zip(before, sizes, strict=True))
@@ -187,7 +198,11 @@ def run(
     ]
 
 
-def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread:
+def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread | RecurrentCluster:
+    if case.cluster:
+        family = RecurrentClusterBackward if backward else RecurrentCluster
+        of_cluster = recurrent_cluster.tilings(family, case.recurrence, case.dtype, 1000, GPU)
+        return next(p for p in of_cluster if p.cluster == case.cluster and p.units == (case.units or 1))
     if case.spread:
         kind = RecurrentSpreadBackward if backward else RecurrentSpread
         all_of = recurrent_spread.tilings(kind, case.recurrence, case.dtype, case.sequences, GPU)

@@ -463,7 +463,7 @@ DEVICE u32 in_other_block(u32 address) {
                "mapa.shared::cluster.u32 %0, %1, rank; }" : "=r"(there) : "r"(address));
   return there;
 }
-// 16 or 8 bytes on their way to one, which a barrier there counts
+// 16, 8 or 4 bytes on their way to one, which a barrier there counts
 DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                ::"r"(to), FOUR("r", x), "r"(barrier) : "memory");
@@ -471,6 +471,10 @@ DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
 DEVICE void send_words(u32 to, const u32 (&x)[2], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
                ::"r"(to), TWO("r", x), "r"(barrier) : "memory");
+}
+DEVICE void send_words(u32 to, const u32 (&x)[1], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(x[0]), "r"(barrier) : "memory");
 }
 DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), FOUR("r", x) : "memory");

@@ -9,6 +9,8 @@ from factorlayer.kernels.recurrent import (
     decode_step,
     recurrent,
     recurrent_backward,
+    recurrent_cluster,
+    recurrent_cluster_backward,
     recurrent_slopes,
     recurrent_spread,
     recurrent_spread_backward,
@@ -50,6 +52,28 @@ RECURRENT_SPREAD_BACKWARD = Family(
     "recurrent",
     SPREAD_TAKES,
 )
+CLUSTER_TAKES = Takes(
+    needs=("clusters",),
+    factors=(2, 2),
+    tied=True,
+    more="square factors, reset after the product, shared out by clusters",
+)
+RECURRENT_CLUSTER = Family(
+    "recurrent cluster",
+    "The same of two factors, with a state that a cluster shares out",
+    recurrent_cluster.tile,
+    (recurrent_cluster.RecurrentCluster,),
+    "recurrent",
+    CLUSTER_TAKES,
+)
+RECURRENT_CLUSTER_BACKWARD = Family(
+    "recurrent cluster backward",
+    "What goes back through two factors, with gradients that a cluster shares out",
+    recurrent_cluster_backward.tile,
+    (recurrent_cluster_backward.RecurrentClusterBackward,),
+    "recurrent",
+    CLUSTER_TAKES,
+)
 RECURRENT_SLOPES = Family(
     "recurrent slopes",
     "What goes back is multiplied by, of all steps at once",
@@ -87,8 +111,8 @@ DECODE_FEW = Family(
     (decode_few.DecodeFew,),
     "recurrent",
 )
-OF_RECURRENCE = (RECURRENT, RECURRENT_SPREAD)
-OF_RECURRENCE_BACK = (RECURRENT_BACKWARD, RECURRENT_SPREAD_BACKWARD)
+OF_RECURRENCE = (RECURRENT, RECURRENT_CLUSTER, RECURRENT_SPREAD)
+OF_RECURRENCE_BACK = (RECURRENT_BACKWARD, RECURRENT_CLUSTER_BACKWARD, RECURRENT_SPREAD_BACKWARD)
 OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)
 OF_DECODE_STEP = (DECODE_STEP,)
 OF_DECODE_CHOICE = (DECODE_CHOICE,)

@@ -1,0 +1,128 @@
+// A gated recurrent unit as recurrent.cuh has it, reset behind the product, with a Kronecker product of two factors, by a cluster of
+// blocks (sides.cuh). At each step the sums of all gates end up on the other side, where the state before it has been kept.
+//
+// Pass: what sides.cuh asks for; Gate and Candidate, of which Activation is the function; HAS_BIAS; the tensors behind the weights
+//       are inputs of the second and the third gate (kInputs), the initial state, then the walk, then between rows of inputs.
+#pragma once
+#include "kernels/recurrent/sides.cuh"
+
+template <class Pass> struct RecurrentCluster : Sides<Pass> {
+  using Base = Sides<Pass>;
+  using typename Base::Element, typename Base::Real, typename Base::Two;
+  using Rows = typename Pass::Rows;
+  using Columns = typename Pass::Columns;
+  using Base::begin, Base::memory, Base::params, Base::warp;
+  template <class S> using Sums = typename Base::template Sums<S>;
+  const Element *const initial, *const bias;
+  Element* const output;
+  const typename Pass::Gate::Activation gate;
+  const typename Pass::Candidate::Activation candidate;
+
+  DEVICE RecurrentCluster(const Params& p)
+      : Base(p), initial(tensor_at<Element>(p, Pass::kInputs + 2)), bias(static_cast<const Element*>(p.bias)),
+        output(static_cast<Element*>(p.y)), gate(p), candidate(p) {}
+
+  // What a lane has of side S at every other step: that of the weight, where its numbers go, and its own bias
+  template <class S> struct Own {
+    typename Base::template Held<S> held;
+    typename Base::template Way<S> way;
+    Real bias[2][S::NT][2];
+  };
+  template <class S, class O> DEVICE void prepare(Own<S>& own) const {
+    Base::template hold<S>(own.held);
+    own.way = Base::template way<S, O>();
+    if constexpr (Pass::HAS_BIAS)
+      Base::template each<S>([&](int h, int n, const Two& two) {
+        UNROLL for (int i = 0; i < 2; ++i)
+          own.bias[h][n][i] = widen(bias[Base::template feature<S>(two) + i * Base::template kApart<S>]);
+      });
+  }
+  template <class S> DEVICE void first_state(const Two& two, Real (&x)[2]) const {
+    const i64 sequence = begin + two.unit;
+    const Element* const from = initial + sequence * Pass::HIDDEN + Base::template feature<S>(two);
+    UNROLL for (int i = 0; i < 2; ++i) x[i] = sequence < Base::units ? widen(from[i * Base::template kApart<S>]) : Real(0);
+  }
+
+  DEVICE void run() const {
+    const i64 input_row = number_at(params, Pass::kWalk + 8);
+    const Element* const inputs[] = {static_cast<const Element*>(params.x), tensor_at<Element>(params, Pass::kInputs),
+                                     tensor_at<Element>(params, Pass::kInputs + 1)};
+    Own<Rows> by_rows;
+    Own<Columns> by_columns;
+    const auto ready = [&](u32) {
+      prepare<Rows, Columns>(by_rows), prepare<Columns, Rows>(by_columns);
+      Base::template each<Rows>([&](int, int, const Two& two) {
+        Real x[2];
+        first_state<Rows>(two, x);
+        Base::template give_state<Rows>(0, two, x[0], x[1]);
+      });
+      Base::template each<Columns>([&](int, int, const Two& two) {
+        Real x[2];
+        first_state<Columns>(two, x);
+        UNROLL for (int i = 0; i < 2; ++i) store_shared(Base::template kept_at<Columns>(two, i), x[i]);
+      });
+      if (threadIdx.x > 0) return;
+      Base::make_barriers();
+      Base::template expect<Columns>(true, false), Base::template expect<Rows>(true, true);
+    };
+    const auto loader = [&](int thread) {
+      return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
+        Base::load_stream(to, inputs[stream] + row.at(input_row), step % 2 == 1, unit, thread);
+      };
+    };
+    Base::walk(loader, ready, [&](u32 step, u32 steps) {
+      if (Base::multiplies()) {
+        if (step % 2 == 0)
+          go(step, step + 1 == steps, by_rows, by_columns);
+        else
+          go(step, step + 1 == steps, by_columns, by_rows);
+      }
+      __syncthreads();
+    });
+    Base::leave();
+  }
+
+  template <class S, class O> DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to) const {
+    if (Base::template has_tile<S>(warp)) {
+      Sums<S> y[kGates] = {};
+      Base::template multiply<S, false, 1>(y, from.held);
+      Base::template hand_on<S, O>(y, from.way);
+    }
+    if (!Base::template has_tile<O>(warp)) return;
+    Real x[kGates][2][O::NT][2], state[2][O::NT][2];
+    Row rows[Base::template kSequences<O>], next[Base::template kSequences<O>];
+    Base::template read_rows<O>(step, rows), Base::template read_rows<O>(step + 1, next);
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      UNROLL for (int g = 0; g < kGates; ++g) Base::template take<O>(step, g, two, x[g][h][n]);
+    });
+    Base::template wait<O>(step);
+    if (threadIdx.x == 0) Base::template expect<O>(true, true);
+    Sums<O> y[kGates] = {};
+    Base::template multiply<O, true, kGates>(y, to.held);
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      UNROLL for (int i = 0; i < 2; ++i) state[h][n][i] = Base::template kept<O>(two, i);
+    });
+    Base::template each<O>([&](int h, int n, const Two&) {
+      UNROLL for (int i = 0; i < 2; ++i) {
+        Real product = y[2][n][h * 2 + i];
+        if constexpr (Pass::HAS_BIAS) product += to.bias[h][n][i];
+        const Real r = gate.of(x[0][h][n][i] + y[0][n][h * 2 + i]), z = gate.of(x[1][h][n][i] + y[1][n][h * 2 + i]);
+        const Real made = candidate.of(x[2][h][n][i] + r * product);
+        state[h][n][i] = rows[n % Base::template kSequences<O>].there() ? made + z * (state[h][n][i] - made) : state[h][n][i];
+      }
+    });
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      const Row row = rows[n % Base::template kSequences<O>];
+      const Real(&x)[2] = state[h][n];
+      if (row.there()) Base::template give<O>(output + row.at(Pass::HIDDEN) + Base::template feature<O>(two), x[0], x[1]);
+    });
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      if (next[n % Base::template kSequences<O>].starts()) first_state<O>(two, state[h][n]);
+    });
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      const Real(&x)[2] = state[h][n];
+      Base::template give_state<O>(0, two, x[0], x[1]);
+      if (!is_last) Base::template keep<O>(to.way, h, n, x[0], x[1]);
+    });
+  }
+};

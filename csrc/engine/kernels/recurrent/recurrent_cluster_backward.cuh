@@ -1,0 +1,139 @@
+// Back through a gated recurrent unit as recurrent_backward.cuh has it, reset behind the product, with a Kronecker product of two
+// factors, by a cluster of blocks (sides.cuh). What a step multiplies is known as it begins; the part of the gradient that goes past
+// the products is kept for the other side.
+//
+// Pass: what sides.cuh asks for; the tensors behind the weights are slopes of reset, update and candidate, r, and 1 - z (kInputs),
+//       then the walk, then between rows of gradients; and behind those (kOutputs) gradients of the second and the third gate,
+//       r * a_n, and the gradient of the initial state.
+#pragma once
+#include "kernels/recurrent/sides.cuh"
+
+template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
+  using Base = Sides<Pass>;
+  using typename Base::Element, typename Base::Real, typename Base::Two;
+  using Rows = typename Pass::Rows;
+  using Columns = typename Pass::Columns;
+  using Base::begin, Base::params, Base::warp;
+  template <class S> using Sums = typename Base::template Sums<S>;
+  using Grad = Real[2][Rows::NT > Columns::NT ? Rows::NT : Columns::NT][2];  // of a lane's features, on either side
+  const i64 gate_row;
+  Element *const gates[kGates], *const beside, *const grad_initial;
+
+  DEVICE RecurrentClusterBackward(const Params& p)
+      : Base(p), gate_row(number_at(p, Pass::kWalk + 8)),
+        gates{static_cast<Element*>(p.y), tensor_at<Element>(p, Pass::kOutputs), tensor_at<Element>(p, Pass::kOutputs + 1)},
+        beside(tensor_at<Element>(p, Pass::kOutputs + 2)), grad_initial(tensor_at<Element>(p, Pass::kOutputs + 3)) {}
+
+  enum { grad_y, of_reset, of_update, of_candidate, reset, kept };  // streams
+
+  // What a lane has of side S at every other step: that of the weight, where its numbers go, and a part of the initial state's gradient
+  template <class S> struct Own {
+    typename Base::template Held<S> held;
+    typename Base::template Way<S> way;
+    Real of_initial[2][S::NT][2] = {};
+  };
+
+  DEVICE void run() const {
+    const Element* const inputs[] = {static_cast<const Element*>(params.x), tensor_at<Element>(params, Pass::kInputs),
+                                     tensor_at<Element>(params, Pass::kInputs + 1), tensor_at<Element>(params, Pass::kInputs + 2),
+                                     tensor_at<Element>(params, Pass::kInputs + 3), tensor_at<Element>(params, Pass::kInputs + 4)};
+    Own<Rows> by_rows;
+    Own<Columns> by_columns;
+    Grad g = {};
+    const auto ready = [&](u32 steps) {
+      Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held);
+      by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
+      if (threadIdx.x > 0) return;
+      Base::make_barriers();
+      Base::template expect<Columns>(steps > 0, true), Base::template expect<Rows>(steps > 1, true);
+    };
+    const auto loader = [&](int thread) {
+      return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
+        Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
+      };
+    };
+    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32 steps) {
+      if (step % 2 == 0)
+        go(step, steps, by_rows, by_columns, g);
+      else
+        go(step, steps, by_columns, by_rows, g);
+    });
+    if (Base::multiplies()) {
+      if (steps % 2 == 0)
+        end(steps, by_rows, by_columns, g);
+      else
+        end(steps, by_columns, by_rows, g);
+    }
+    Base::leave();
+  }
+
+  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g) const {
+    if (Base::multiplies() && Base::template has_tile<S>(warp)) {
+      Row rows[Base::template kSequences<S>];
+      Base::template read_rows<S>(step, rows);
+      Base::template each<S>([&](int h, int n, const Two& two) {
+        const Row row = rows[n % Base::template kSequences<S>];
+        if (row.there()) give_gates<S>(step, row, two, g[h][n]);
+        Base::template keep<S>(from.way, h, n, g[h][n][0], g[h][n][1]);
+      });
+    }
+    __syncthreads();
+    if (!Base::multiplies()) return;
+    if (Base::template has_tile<S>(warp)) {
+      Sums<S> y[kGates] = {};
+      Base::template multiply<S, false, kGates>(y, from.held);
+      Base::template hand_on<S, O>(y, from.way);
+    }
+    if (!Base::template has_tile<O>(warp)) return;
+    Row rows[Base::template kSequences<O>];
+    Base::template read_rows<O>(step, rows);
+    Base::template wait<O>(step);
+    if (threadIdx.x == 0) Base::template expect<O>(step + 2 < steps, true);
+    Sums<O> y[kGates] = {};
+    Base::template multiply<O, true, kGates>(y, to.held);
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      const Row row = rows[n % Base::template kSequences<O>];
+      UNROLL for (int i = 0; i < 2; ++i) {
+        Real& mine = g[h][n][i];
+        const Real sums = y[0][n][h * 2 + i] + y[1][n][h * 2 + i] + y[2][n][h * 2 + i];
+        mine = Base::template kept<O>(two, i);
+        mine = row.there() ? mine + sums : mine;
+        if (row.starts()) to.of_initial[h][n][i] += mine, mine = 0;
+      }
+    });
+  }
+  // Of the gradient behind a step: gradients of the gates' inputs, to memory and to what is multiplied, and what is left of it
+  template <class S> DEVICE void give_gates(u32 step, const Row& row, const Two& two, Real (&mine)[2]) const {
+    const int feature = Base::template feature<S>(two);
+    Real grad[2], u[2], r[2];
+    Base::template take<S>(step, grad_y, two, grad);
+    Base::template take<S>(step, kept, two, u), Base::template take<S>(step, reset, two, r);
+    UNROLL for (int i = 0; i < 2; ++i) grad[i] += mine[i], mine[i] = grad[i] - u[i] * grad[i];
+    UNROLL for (int gate = 0; gate < kGates; ++gate) {
+      Real a[2];
+      Base::template take<S>(step, of_reset + gate, two, a);
+      UNROLL for (int i = 0; i < 2; ++i) a[i] *= grad[i];
+      Base::template give<S>(gates[gate] + row.at(gate_row) + feature, a[0], a[1]);
+      if (gate == 2) {
+        UNROLL for (int i = 0; i < 2; ++i) a[i] *= r[i];
+        Base::template give<S>(beside + row.at(Pass::HIDDEN) + feature, a[0], a[1]);
+      }
+      Base::template give_state<S>(gate, two, a[0], a[1]);
+    }
+  }
+  // The parts of the initial state's gradient come together on the other side.
+  template <class S, class O> DEVICE void end(u32 steps, const Own<S>& from, const Own<O>& to, const Grad& g) const {
+    Base::template each<S>([&](int h, int n, const Two& two) {
+      Base::template keep<S>(from.way, h, n, g[h][n][0] + from.of_initial[h][n][0], g[h][n][1] + from.of_initial[h][n][1]);
+    });
+    if (!Base::template has_tile<O>(warp)) return;
+    Base::template wait<O>(steps);
+    Base::template each<O>([&](int h, int n, const Two& two) {
+      const i64 sequence = begin + two.unit;
+      if (sequence >= Base::units) return;
+      Real sums[2];
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] = Base::template kept<O>(two, i) + to.of_initial[h][n][i];
+      Base::template give<O>(grad_initial + sequence * Pass::HIDDEN + Base::template feature<O>(two), sums[0], sums[1]);
+    });
+  }
+};

@@ -1,0 +1,301 @@
+// What is the same, forward and back, of a gated recurrent unit whose recurrent matrices are Kronecker products of two factors,
+// U X = A X B', and whose state X the blocks of a cluster share out. A block has some rows of it, or some columns, at every step the
+// other of the two:
+//     own rows of X    -[B]-> own rows of X B'    -(to those whose columns they are)-> own columns of X B' -[A]-> own columns of A X B'
+//     own columns of X -[A]-> own columns of A X  -(to those whose rows they are)->    own rows of A X     -[B]-> own rows of A X B'
+// So a step hands on once, of all gates, and what is kept of a state beside the products goes with that, not rounded. Where it
+// comes to, a barrier counts its bytes: nobody waits for anybody's last step. The next step but one comes to the same place, but
+// not before all others have had what this block makes of this one, which it does when it has read its own.
+//
+// Weights are operand A of both contractions, 16 rows for a warp, of all gates, so that a feature's sums lie in one lane.
+//
+// Pass: what recurrent_walk.cuh asks for; Rows and Columns, the Sides; HIDDEN, features of a state
+#pragma once
+#include "kernels/recurrent/recurrent_walk.cuh"
+
+// A state that blocks share out by one of its modes, of which each has OWN (the last one maybe fewer) of OTHER, and all WHOLE of the
+// other one, which is contracted first. BY_ROWS: the one that is shared out is the first of the two. NT: 8 columns of a warp at once.
+//
+// With it come HELD, whether weights stay in registers; W_STRIDE, WEIGHT, of weights; in elements, STATE_STEP from one of WHOLE to the
+// next in a state, and GATHERED_ROW and KEPT_ROW from one of OWN to the next in what others hand on, STREAM_ROW likewise in streams;
+// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
+template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
+  static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
+  static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = false;
+  static constexpr int P = WHOLE, Q = WHOLE, PP = round_up(WHOLE, 8), W_ROWS = round_up(WHOLE, 16);  // of the weight
+  static constexpr int WIDE = round_up(OWN, 8), COLUMNS = UNITS * WIDE;                              // of all sequences
+  static constexpr int M_TILES = W_ROWS / 16, TILES = M_TILES * ceil_div(COLUMNS, 8 * NT);
+  static constexpr bool kWholeM = WHOLE % 16 == 0, kWholeN = OTHER % OWN == 0 && OWN % 8 == 0 && COLUMNS % (8 * NT) == 0;
+};
+
+template <class Pass> struct Sides : RecurrentWalk<Pass> {
+  using Base = RecurrentWalk<Pass>;
+  using typename Base::Element, typename Base::Math;
+  using Base::begin, Base::kSize, Base::lane, Base::memory, Base::params, Base::shared, Base::units, Base::warp;
+  using Real = Sum<Element>;
+  static constexpr int kWords = sizeof(Real) / 2;  // of two
+  static constexpr bool kOne = Pass::UNITS == 1;
+  const int rank;
+
+  DEVICE explicit Sides(const Params& p) : Base(p), rank(blockIdx.y) {}
+
+  template <class S> using Sums = Real[S::NT][4];
+  template <class S> DEVICE int first() const { return rank * S::OWN; }  // of the mode that is shared out
+  template <class S> DEVICE int mine() const { return S::OTHER % S::OWN == 0 ? S::OWN : min(S::OWN, S::OTHER - first<S>()); }
+
+  // Two numbers of a lane: of which sequence, which of WHOLE, and which of the block's own is the first
+  struct Two {
+    int unit, m, n;
+    bool there;
+  };
+  template <class S> DEVICE Two two(int h, int n) const {
+    const int m = warp % S::M_TILES * 16 + lane.g + h * 8, column = (warp / S::M_TILES * S::NT + n) * 8;
+    const int unit = kOne ? 0 : column / S::WIDE, own = column - unit * S::WIDE + lane.t * 2;
+    return {unit, m, own, (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && own < mine<S>()))};
+  }
+  template <class S> DEVICE static bool has_tile(int warp) { return S::TILES % Pass::WARPS == 0 || warp < S::TILES; }
+  // go(h, n, two) for all that a lane has
+  template <class S, class Go> DEVICE void each(const Go& go) const {
+    if (!has_tile<S>(warp)) return;
+    UNROLL for (int h = 0; h < 2; ++h)
+      UNROLL for (int n = 0; n < S::NT; ++n)
+        if (const Two two = this->template two<S>(h, n); two.there) go(h, n, two);
+  }
+  // What a step is to a lane's sequences
+  template <class S> static constexpr int kSequences = kOne ? 1 : S::NT;
+  template <class S> DEVICE void read_rows(u32 step, Row (&rows)[kSequences<S>]) const {
+    UNROLL for (int n = 0; n < kSequences<S>; ++n) rows[n] = Base::row(step, min(two<S>(0, n).unit, Pass::UNITS - 1));
+  }
+  // Where the first of two is in a tensor's row, and how far the second one is behind it
+  template <class S> static constexpr int kApart = S::BY_ROWS ? S::WHOLE : 1;
+  template <class S> DEVICE int feature(const Two& two) const {
+    return S::BY_ROWS ? (first<S>() + two.n) * S::WHOLE + two.m : two.m * S::OTHER + first<S>() + two.n;
+  }
+
+  // Weights
+
+  template <class S> struct Held {
+    static constexpr int kSteps = S::HELD ? ceil_div(S::PP, Math::kStep) : 0;
+    typename Math::A of[kGates][kSteps > 0 ? kSteps : 1];
+  };
+  template <class S> DEVICE u32 weight_rows(int gate) const {
+    return Base::template weight_address<S>(gate) + warp % S::M_TILES * 16 * S::W_STRIDE * kSize +
+           Math::template lane_row_a<S::W_STRIDE>(lane);
+  }
+  template <int K, class S> DEVICE void load_rows(typename Math::A& a, int gate, int k) const {
+    Math::template load_row_a<K, S::W_STRIDE, false>(a, weight_rows<S>(gate) + k * kSize);
+  }
+  template <class S> DEVICE void hold(Held<S>& held) const {
+    if constexpr (S::HELD)
+      UNROLL for (int gate = 0; gate < kGates; ++gate)
+        UNROLL for (int i = 0; i < Held<S>::kSteps; ++i)
+          if ((i + 1) * Math::kStep <= S::PP)
+            load_rows<Math::kStep, S>(held.of[gate][i], gate, i * Math::kStep);
+          else
+            load_rows<8, S>(held.of[gate][i], gate, i * Math::kStep);
+  }
+
+  // Products of a warp's rows of all gates' weights, with own columns of STATES states, kBytes apart: GATHERED, what others have handed
+  // on, whose k's lie together, or what lies by k's.
+
+  template <class S, bool GATHERED> static constexpr int kBytes = GATHERED ? S::kGatheredBytes : S::kStateBytes;
+  template <class S, bool GATHERED> DEVICE u32 operand_at() const {
+    const int column = warp / S::M_TILES * S::NT * 8;
+    if constexpr (GATHERED)
+      return memory + S::GATHERED_AT + column * S::GATHERED_ROW * kSize + Math::template lane_row_b<S::GATHERED_ROW>(lane);
+    else
+      return memory + S::STATE_AT + column * kSize + Math::template lane_b_by_n<S::STATE_STEP>(lane);
+  }
+  template <class S, bool GATHERED, int STATES>
+  DEVICE void multiply(Sums<S> (&y)[kGates], const Held<S>& held) const {
+    constexpr int kSteps = ceil_div(S::PP, Math::kStep), kWhole = S::PP / Math::kStep;
+    const u32 from = operand_at<S, GATHERED>();
+    if constexpr (Math::kFlush > 0) {
+      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
+        Sums<S> part[kGates] = {};
+        UNROLL for (int j = 0; j < Math::kFlush; ++j)
+          if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<Math::kStep, S, GATHERED, STATES>(part, held, from, k + j);
+        UNROLL for (int gate = 0; gate < kGates; ++gate) add_sums(y[gate], part[gate]);
+      }
+      repair<S, GATHERED, STATES>(y);
+    } else {
+      UNROLL_BY(S::HELD || kSteps <= 8 ? kSteps : 4) for (int k = 0; k < kWhole; ++k)
+        step<Math::kStep, S, GATHERED, STATES>(y, held, from, k);
+      if constexpr (kWhole < kSteps) step<8, S, GATHERED, STATES>(y, held, from, kWhole);
+    }
+  }
+  template <int K, class S, bool GATHERED, int STATES>
+  DEVICE void step(Sums<S> (&y)[kGates], const Held<S>& held, u32 from, int k) const {
+    typename Math::B b[S::NT];
+    UNROLL for (int gate = 0; gate < kGates; ++gate) {
+      if (gate < STATES) load_operand<K, S, GATHERED>(b, from + gate * kBytes<S, GATHERED>, k * Math::kStep);
+      typename Math::A a;
+      if constexpr (!S::HELD) load_rows<K, S>(a, gate, k * Math::kStep);
+      UNROLL for (int n = 0; n < S::NT; ++n) {
+        if constexpr (S::HELD)
+          Math::template multiply<K>(y[gate][n], held.of[gate][k], b[n]);
+        else
+          Math::template multiply<K>(y[gate][n], a, b[n]);
+      }
+    }
+  }
+  template <int K, class S, bool GATHERED> DEVICE void load_operand(typename Math::B (&b)[S::NT], u32 from, int k) const {
+    if constexpr (GATHERED) {
+      Math::template load_row_b<K, S::GATHERED_ROW, S::NT, false>(b, from + k * kSize);
+    } else {
+      u32 columns[S::NT];
+      UNROLL for (int n = 0; n < S::NT; ++n) columns[n] = from + (k * S::STATE_STEP + n * 8) * kSize;
+      Math::template load_b_by_n<K, S::STATE_STEP, S::NT, 8, false>(b, columns, lane.index);
+    }
+  }
+  // Infinities and NaNs, as chain.cuh's
+  template <class S, bool GATHERED, int STATES> DEVICE void repair(Sums<S> (&y)[kGates]) const {
+    bool finite = true;
+    UNROLL for (auto& gate : y)
+      UNROLL for (auto& four : gate)
+        UNROLL for (float value : four) finite &= is_finite(value);
+    if (__all_sync(~0u, finite)) return;
+    UNROLL for (int gate = 0; gate < kGates; ++gate)
+      UNROLL for (int n = 0; n < S::NT; ++n)
+        UNROLL for (int i = 0; i < 4; ++i) {
+          if (is_finite(y[gate][n][i])) continue;
+          const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8, column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
+          const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * kBytes<S, GATHERED>;
+          float sum = 0;
+          ROLL for (int k = 0; k < S::WHOLE; ++k) {
+            const int x = GATHERED ? column * S::GATHERED_ROW + k : k * S::STATE_STEP + column;
+            sum += __uint_as_float(load_u32(state + x * kSize)) *
+                   __uint_as_float(load_u32(Base::template weight_address<S>(gate) + (m * S::W_STRIDE + k) * kSize));
+          }
+          y[gate][n][i] = sum;
+        }
+  }
+  // Two of them to the state that the next first contraction reads
+  template <class S> DEVICE void give_state(int state, const Two& two, Real first, Real second) const {
+    store_shared(memory + S::STATE_AT + state * S::kStateBytes + (two.m * S::STATE_STEP + two.unit * S::WIDE + two.n) * kSize,
+                 Pair<Element>(Math::rounded(first), Math::rounded(second)));
+  }
+
+  // Handing on
+
+  // Where numbers of a lane go that has them on side S: to the block that has row m as its own on the other side, O. Of 16 bits four
+  // neighbours are sent at once, of the upper rows by even lanes, of the lower ones by odd lanes. 0 is nowhere.
+  template <class S> static constexpr bool kFour = kSize == 2 && S::OWN % 4 == 0;
+  template <class S> struct Way {
+    static constexpr int kHalves = kFour<S> ? 1 : 2;
+    u32 sums[kHalves][S::NT], sums_barrier[kHalves], kept[2][S::NT], kept_barrier[2];
+  };
+  template <class S, class O> DEVICE Way<S> way() const {
+    Way<S> made;
+    UNROLL for (int h = 0; h < 2; ++h) {
+      const int half = kFour<S> ? lane.t % 2 : h;
+      if (h < Way<S>::kHalves) made.sums_barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(half, 0)));
+      made.kept_barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(h, 0)));
+      UNROLL for (int n = 0; n < S::NT; ++n) {
+        Two to = two<S>(h, n);
+        made.kept[h][n] = there<S, O>(memory + O::KEPT_AT, to, O::KEPT_ROW, sizeof(Real));
+        to = two<S>(half, n);
+        if (kFour<S>) to.n -= lane.t % 2 * 2;
+        if (h < Way<S>::kHalves) made.sums[h][n] = there<S, O>(memory + O::GATHERED_AT, to, O::GATHERED_ROW, kSize);
+      }
+    }
+    return made;
+  }
+  template <class S, class O> DEVICE static int owner(const Two& two) { return S::kWholeM ? two.m / O::OWN : min(two.m, S::WHOLE - 1) / O::OWN; }
+  template <class S, class O> DEVICE u32 there(u32 region, const Two& two, int row, int size) const {
+    if (!two.there) return 0;
+    const int own = owner<S, O>(two);
+    return in_block(region + ((two.unit * O::WIDE + two.m - own * O::OWN) * row + first<S>() + two.n) * size, own);
+  }
+  template <class S, class O> DEVICE void hand_on(const Sums<S> (&y)[kGates], const Way<S>& way) const {
+    UNROLL for (int gate = 0; gate < kGates; ++gate)
+      UNROLL for (int n = 0; n < S::NT; ++n) {
+        const auto& four = y[gate][n];
+        const auto pair = [&](int h) { return Pair<Element>(Math::rounded(four[h * 2]), Math::rounded(four[h * 2 + 1])); };
+        const int behind = gate * O::kGatheredBytes;
+        if constexpr (kFour<S>) {
+          const u32 upper = pair(0).bits, lower = pair(1).bits, given = __shfl_xor_sync(~0u, lane.t % 2 ? upper : lower, 1);
+          const u32 words[2] = {lane.t % 2 ? given : upper, lane.t % 2 ? lower : given};
+          if (is_way<S>(way.sums[0][n])) send_words(way.sums[0][n] + behind, words, way.sums_barrier[0]);
+        } else {
+          UNROLL for (int h = 0; h < 2; ++h)
+            if (is_way<S>(way.sums[h][n])) {
+              const Pair<Element> two = pair(h);
+              send_words(way.sums[h][n] + behind, reinterpret_cast<const u32(&)[sizeof(two) / 4]>(two), way.sums_barrier[h]);
+            }
+        }
+      }
+  }
+  template <class S> DEVICE static bool is_way(u32 to) { return (S::kWholeM && S::kWholeN) || to; }
+  // Two numbers as they are
+  template <class S> DEVICE void keep(const Way<S>& way, int h, int n, Real first, Real second) const {
+    const Pair<Real> two(first, second);
+    send_words(way.kept[h][n], reinterpret_cast<const u32(&)[kWords]>(two), way.kept_barrier[h]);
+  }
+  template <class O> DEVICE u32 kept_at(const Two& two, int i) const {
+    return memory + O::KEPT_AT + ((two.unit * O::WIDE + two.n + i) * O::KEPT_ROW + two.m) * int(sizeof(Real));
+  }
+  template <class O> DEVICE Real kept(const Two& two, int i) const { return load_sum(kept_at<O>(two, i), Real()); }
+
+  // What comes to this block when it is to have side O, counted in bytes
+  template <class O> DEVICE u32 bytes(bool sums, bool kept) const {
+    return Pass::UNITS * mine<O>() * O::WHOLE * ((sums ? kGates * kSize : 0) + (kept ? int(sizeof(Real)) : 0));
+  }
+  template <class O> DEVICE void expect(bool sums, bool kept) const { expect_bytes(shared + O::BARRIER_AT, bytes<O>(sums, kept)); }
+  template <class O> DEVICE void wait(u32 step) const { wait_for_bytes(shared + O::BARRIER_AT, step / 2 & 1); }
+  // Before others begin
+  DEVICE void make_barriers() const {
+    init_barrier(shared + Pass::Rows::BARRIER_AT, 1), init_barrier(shared + Pass::Columns::BARRIER_AT, 1);
+    fence_copy_engine();
+  }
+
+  // Nobody leaves while others may still send to it
+  DEVICE void leave() const { sync_cluster(); }
+
+  // Streams
+
+  // Where the first of two lies, and how far the second one is behind it
+  template <class S> static constexpr int kStreamApart = S::BY_ROWS ? S::STREAM_ROW : 1;
+  template <class S> DEVICE int stream_place(const Two& two) const {
+    const int of_unit = S::BY_ROWS ? S::OWN : S::WHOLE;
+    return S::BY_ROWS ? (two.unit * of_unit + two.n) * S::STREAM_ROW + two.m : (two.unit * of_unit + two.m) * S::STREAM_ROW + two.n;
+  }
+  template <class S> DEVICE void take(u32 step, int stream, const Two& two, Real (&x)[2]) const {
+    const u32 from = Base::stream_address(step, stream) + stream_place<S>(two) * kSize;
+    if constexpr (S::BY_ROWS)
+      UNROLL for (int i = 0; i < 2; ++i) x[i] = Base::number(from + i * S::STREAM_ROW * kSize);
+    else
+      Base::two_numbers(from, x);
+  }
+  // What a block has of a row
+  DEVICE void load_stream(u32 to, const Element* from, bool by_rows, int unit, int thread) const {
+    if (by_rows)
+      load_lines<typename Pass::Rows>(to, from, unit, thread);
+    else
+      load_lines<typename Pass::Columns>(to, from, unit, thread);
+  }
+  // Lines that lie together, in pieces
+  template <class S> DEVICE void load_lines(u32 to, const Element* from, int unit, int thread) const {
+    constexpr int kLines = S::BY_ROWS ? S::OWN : S::WHOLE, kLine = S::BY_ROWS ? S::WHOLE : S::OWN;
+    constexpr int kBytesOfLine = kLine * kSize, kStep = (S::BY_ROWS ? S::WHOLE : S::OTHER) * kSize;
+    constexpr int kFit = kBytesOfLine | kStep, kPiece = kFit % 16 == 0 ? 16 : kFit % 8 == 0 ? 8 : 4;
+    constexpr int kEach = kPiece / kSize, kPieces = kLine / kEach;
+    from += i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1);
+    to += unit * kLines * S::STREAM_ROW * kSize;
+    constexpr int kAll = kLines * kPieces, kCount = ceil_div(kAll, 32);
+    UNROLL_BY(kCount <= 16 ? kCount : 8) for (int i = 0; i < kCount; ++i) {
+      const int j = thread + i * 32, line = j / kPieces, piece = j % kPieces * kEach;
+      if ((kAll % 32 == 0 || j < kAll) && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()))
+        copy_async<kPiece>(to + (line * S::STREAM_ROW + piece) * kSize, from + line * (kStep / kSize) + piece, true);
+    }
+  }
+  // Two numbers to a tensor's row
+  template <class S> DEVICE static void give(Element* to, Real first, Real second) {
+    if constexpr (S::BY_ROWS) {
+      store_global(to, narrow<Element>(first)), store_global(to + kApart<S>, narrow<Element>(second));
+    } else {
+      const Pair<Element> pair(first, second);
+      store_words<2 * kSize>(to, *reinterpret_cast<const Words<2 * kSize>*>(&pair));
+    }
+  }
+};

@@ -1,0 +1,343 @@
+"""A gated recurrent unit of two Kronecker factors, whose state a cluster of blocks shares out: what
+recurrent_cluster.cuh is told, and what that takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+from factorlayer.device.code import Told, constants, function, kinds
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.recurrent.recurrent import (
+    FUNCTIONS,
+    LOADING,
+    NUMBER_BYTES,
+    OF_INSTRUCTION,
+    OF_PRODUCT,
+    OF_STEP,
+    OF_TWO,
+    OF_TWO_SUMS,
+    REGISTERS,
+    SLOTS,
+    STEPS,
+    function_type,
+    issued_us,
+)
+from factorlayer.kernels.stages import INSTRUCTIONS, row_step
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.recurrence import GATES, Recurrence
+
+CLUSTERS = (2, 4, 8)  # blocks, as any GPU with clusters has
+SEQUENCES = (1, 2, 4, 8)  # of a cluster
+SHARES = (1, 2, 4)  # 8 columns of a warp at once
+MOST_WARPS = 15  # beside the one that brings inputs
+QUARTERS = 4  # of a multiprocessor, which have registers and a matrix unit of their own
+MOST_REGISTERS = 255  # of a thread
+OF_COLUMNS = 32  # of a thread, about, for every 8 columns
+HANDED_ON_US = 0.2  # a cluster's barrier, measured: from what a block has made to what another one reads of it
+SIDES = "Rows", "Columns"  # as kernels name them
+HELD = (True, True), (True, False), (False, True), (False, False)  # weights of which factor stay in registers
+
+
+@dataclass(frozen=True)
+class Side:
+    """A state as blocks have it that share out one of its modes: sides.cuh."""
+
+    whole: int  # of the mode that each has whole
+    other: int
+    cluster: int
+    units: int
+    by_rows: bool
+    nt: int
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def real(self) -> int:
+        """Bytes of a number that is not rounded."""
+        return max(4, self.size)
+
+    @property
+    def own(self) -> int:
+        """An even number: pairs are handed on."""
+        return round_up(-(-self.other // self.cluster), 2)
+
+    @property
+    def columns(self) -> int:
+        """With those that warps have beyond the last one."""
+        return round_up(self.units * round_up(self.own, 8), 8 * self.nt)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.whole // 16) * (self.columns // (8 * self.nt))
+
+    @property
+    def weight_bytes(self) -> int:
+        return GATES * round_up(self.whole, 16) * row_step(self.whole, self.dtype) * self.size
+
+    @property
+    def state_step(self) -> int:
+        return self.columns + 4 if self.size == 8 else _odd(self.columns, 8)
+
+    @property
+    def state_bytes(self) -> int:
+        return round_up(round_up(self.whole, 8) * self.state_step * self.size, 128)
+
+    @property
+    def gathered_bytes(self) -> int:
+        return round_up(self.columns * row_step(self.whole, self.dtype) * self.size, 128)
+
+    @property
+    def kept_row(self) -> int:
+        return _odd(self.whole, 4)
+
+    @property
+    def kept_bytes(self) -> int:
+        return round_up(self.columns * self.kept_row * self.real, 128)
+
+    @property
+    def stream_row(self) -> int:
+        line = self.whole if self.by_rows else self.own
+        return _odd(line * self.size, 16) // self.size
+
+    @property
+    def stream_bytes(self) -> int:
+        lines = self.own if self.by_rows else self.whole
+        return round_up(self.units * lines * self.stream_row * self.size, 128)
+
+    @property
+    def held_registers(self) -> int:
+        """Registers of the weights, if they stay there."""
+        return GATES * 4 * -(-self.whole // 16)
+
+
+@dataclass(frozen=True)
+class RecurrentCluster(Pass):
+    """A pass, tiled, whose `units` are sequences of a cluster. `held` says of each side whether its weights stay in
+    registers."""
+
+    recurrence: Recurrence
+    dtype: str
+    cluster: int
+    units: int
+    shares: tuple[int, int]  # 8 columns of a warp at once, by rows and by columns
+    held: tuple[bool, bool]
+    slots: int
+    gpu: Gpu
+    us: float = 0.0
+
+    units_per_sample = 1
+    blocks_per_sm = 0
+    title = "recurrent, in clusters"
+    states = 1  # that a step begins with
+    streams = GATES
+    turned = goes_down = False
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units
+
+    @property
+    def split(self) -> int:
+        return self.cluster
+
+    @cached_property
+    def sides(self) -> tuple[Side, Side]:
+        """Own rows, and own columns."""
+        columns, rows = (c.p for c in self.recurrence.chain.contractions)
+        by_rows, by_columns = self.shares
+        return (
+            Side(columns, rows, self.cluster, self.units, True, by_rows, self.dtype),
+            Side(rows, columns, self.cluster, self.units, False, by_columns, self.dtype),
+        )
+
+    @property
+    def warps(self) -> int:
+        return max(side.tiles for side in self.sides)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + LOADING)
+
+    other_registers = 64  # of a thread, about, beside weights and what it has for every 8 columns
+
+    @property
+    def registers(self) -> int:
+        held = sum(side.held_registers for side, stays in zip(self.sides, self.held, strict=True) if stays)
+        return held + self.other_registers + OF_COLUMNS * max(self.shares) * max(1, self.size // 4)
+
+    @property
+    def most_registers(self) -> int:
+        """A quarter's, of all its warps."""
+        return min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // -(-(self.warps + LOADING) // QUARTERS))
+
+    # Shared memory: where rows lie, barriers, weights, what is kept of states, inputs of some steps
+
+    @property
+    def barriers_at(self) -> int:
+        return 2 * self.slots * self.units * NUMBER_BYTES
+
+    @property
+    def rows_bytes(self) -> int:
+        return round_up(self.barriers_at + 2 * NUMBER_BYTES, 128)
+
+    @property
+    def weight_bytes(self) -> int:
+        return round_up(sum(side.weight_bytes for side in self.sides), 128)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Bytes at which the states of each side begin, what is handed on to it, and what is kept; and behind all."""
+        sizes = [
+            size
+            for side in self.sides
+            for size in (self.states * side.state_bytes, GATES * side.gathered_bytes, side.kept_bytes)
+        ]
+        return [0, *itertools.accumulate(sizes)]
+
+    @property
+    def stream_bytes(self) -> int:
+        return max(side.stream_bytes for side in self.sides)
+
+    @property
+    def streams_at(self) -> int:
+        return self.rows_bytes + self.weight_bytes + self.places[-1]
+
+    @property
+    def shared(self) -> int:
+        return self.streams_at + self.slots * self.streams * self.stream_bytes
+
+    @property
+    def details(self) -> str:
+        each = f"{self.units} sequences" if self.units > 1 else "one sequence"
+        held = {0: "no weights", 1: "weights of one factor", 2: "weights"}[sum(self.held)]
+        return (
+            f"{each} a cluster of {self.cluster} blocks, {self.warps} warps, {held} in registers, "
+            f"inputs {self.slots} steps ahead"
+        )
+
+    def us_of(self, batch: int) -> float:
+        clusters = -(-batch // self.units)
+        return STEPS * self.step_us * -(-clusters // (self.gpu.sms // self.cluster))
+
+    @property
+    def step_us(self) -> float:
+        """Microseconds of a step, which ends on either side in turn."""
+        gpu = self.gpu
+        one = [self._contraction_us(i, self.states, GATES * 2) for i in (0, 1)]
+        two = [self._contraction_us(i, GATES, 0) + self._gates_us(self.sides[i]) for i in (0, 1)]
+        return sum(one + two) / 2 + HANDED_ON_US + OF_STEP / gpu.rates.cycles
+
+    def _contraction_us(self, i: int, states: int, sent: int) -> float:
+        """Of all gates, for so many states; `sent` pairs of sums for every 8 columns of a warp are handed on."""
+        side, gpu = self.sides[i], self.gpu
+        wide = 16 if self.size == 2 else 8
+        steps = -(-side.whole // wide)
+        of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
+        of_a = 0 if self.held[i] else of_a
+        each = steps * (GATES * of_a + side.nt * (states * of_b + GATES * of_product)) + side.nt * sent * OF_TWO_SUMS
+        rate = gpu.flops[self.dtype] / (2 if wide == 16 else 1)  # a table has those of warpgroups
+        multiply = 2 * round_up(side.tiles, QUARTERS) * GATES * side.nt * 128 * steps * wide / rate
+        waits = (steps * OF_PRODUCT + each * OF_INSTRUCTION) / gpu.rates.cycles
+        return max(multiply, waits, side.tiles * each / gpu.instructions)
+
+    of_two = OF_TWO
+    functions_of_feature = FUNCTIONS
+
+    def _gates_us(self, side: Side) -> float:
+        special = self.units * side.own * side.whole * self.functions_of_feature / self.gpu.rates.special_functions
+        return max(special, issued_us(2 * side.nt * self.of_two, side.tiles, self.gpu))
+
+    # What its kernel is told
+
+    @property
+    def first_tensor(self) -> int:
+        """The place behind the weights."""
+        return GATES * self.recurrence.weights
+
+    @property
+    def walk_at(self) -> int:
+        return self.first_tensor + 3
+
+    def _side(self, name: str, i: int) -> str:
+        side, places = self.sides[i], self.places[3 * i :]
+        size = [side.whole, side.other, side.own, self.units, str(side.by_rows).lower(), side.nt]
+        told: Told = {"HELD": self.held[i], "W_STRIDE": row_step(side.whole, self.dtype)}
+        told |= {"WEIGHT": 0 if i == 0 else self.sides[0].weight_bytes}
+        told |= {"STATE_STEP": side.state_step, "GATHERED_ROW": row_step(side.whole, self.dtype)}
+        told |= {"KEPT_ROW": side.kept_row, "STREAM_ROW": side.stream_row}
+        told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2]}
+        told |= {"BARRIER_AT": self.barriers_at + i * NUMBER_BYTES}
+        told |= {"kStateBytes": side.state_bytes, "kGatheredBytes": side.gathered_bytes}
+        return f"struct {name} : Side<{', '.join(map(str, size))}> {{ {' '.join(constants(told))} }};"
+
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
+        told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"HIDDEN": self.recurrence.hidden, "CLUSTER": self.cluster, "SLOTS": self.slots}
+        told |= {"STREAMS": self.streams}
+        told |= {"DOWN": self.goes_down != self.recurrence.reverse}
+        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
+        told |= {"kBarrierBytes": self.rows_bytes, "kRowsAt": 0, "kWeightBytes": self.weight_bytes}
+        told |= {"kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at, "kStreamBytes": self.stream_bytes}
+        told |= {"kSlotBytes": self.streams * self.stream_bytes, "FirstStage": "void", "AlsoRaw": "void"}
+        told |= {"Activation": "identity", "Output": f"Region<1, {self.recurrence.hidden}, 1, 1, 0, 1>"}
+        sides = [self._side(name, i) for i, name in enumerate(SIDES)]
+        return [*kinds(self.dtype), *constants(told), *sides, *self.functions, *self.loading]
+
+    @property
+    def functions(self) -> list[str]:
+        return [
+            function_type("Gate", "sigmoid", self.dtype),
+            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
+        ]
+
+    @property
+    def loading(self) -> list[str]:
+        calls = [f"for (int gate = 0; gate < {GATES}; ++gate) {{"]
+        for name, side, c in zip(SIDES, self.sides, self.recurrence.chain.contractions, strict=True):
+            weight = f"c.params.weights[gate * {self.recurrence.weights} + {c.weight}]"
+            calls.append(f"  auto {name}_weight = static_cast<const Element*>({weight});")
+            if self.turned:
+                at = f"[&](int q, int p) {{ return {name}_weight[p * {side.whole} + q]; }}"
+                calls.append(f"  c.template make_weight<{name}, true>(gate, {at});")
+            else:
+                calls.append(f"  c.template load_weight<{name}>(gate, {name}_weight);")
+        return function("load_weights(const C& c)", [*calls, "}"])
+
+
+def _odd(n: int, of: int) -> int:
+    """The next odd multiple."""
+    n = round_up(n, of)
+    return n if n // of % 2 else n + of
+
+
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentCluster | None:
+    return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu))
+
+
+Tiled = TypeVar("Tiled", bound=RecurrentCluster)
+
+
+def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
+    chain = recurrence.chain
+    if chain.parameters or recurrence.reset != "after" or any(c.p != c.q for c in chain.contractions):
+        return
+    for cluster, units, by_rows, by_columns in itertools.product(CLUSTERS, SEQUENCES, SHARES, SHARES):
+        if units > 1 and units >= 2 * batch:
+            continue
+        for held, slots in itertools.product(HELD if ELEMENT_BYTES[dtype] == 2 else HELD[-1:], SLOTS):
+            plan = family(recurrence, dtype, cluster, units, (by_rows, by_columns), held, slots, gpu)
+            if any((cluster - 1) * side.own >= side.other for side in plan.sides) or plan.warps > MOST_WARPS:
+                break
+            if plan.shared <= gpu.shared and plan.registers <= plan.most_registers:
+                yield replace(plan, us=plan.us_of(batch))
+                break
