@@ -8,7 +8,7 @@
 
 template <class Pass> struct RecurrentCluster : Sides<Pass> {
   using Base = Sides<Pass>;
-  using typename Base::Element, typename Base::Real, typename Base::Two;
+  using typename Base::Both, typename Base::Element, typename Base::Real, typename Base::Two;
   using Rows = typename Pass::Rows;
   using Columns = typename Pass::Columns;
   using Base::begin, Base::memory, Base::params, Base::warp;
@@ -89,11 +89,12 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
       Base::template hand_on<S, O>(y, from.way);
     }
     if (!Base::template has_tile<O>(warp)) return;
-    Real x[kGates][2][O::NT][2], state[2][O::NT][2];
+    Both x[kGates][2][O::NT];
+    Real state[2][O::NT][2];
     Row rows[Base::template kSequences<O>], next[Base::template kSequences<O>];
     Base::template read_rows<O>(step, rows), Base::template read_rows<O>(step + 1, next);
     Base::template each<O>([&](int h, int n, const Two& two) {
-      UNROLL for (int g = 0; g < kGates; ++g) Base::template take<O>(step, g, two, x[g][h][n]);
+      UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
     });
     Base::template wait<O>(step);
     if (threadIdx.x == 0) Base::template expect<O>(true, true);
@@ -106,15 +107,15 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
       UNROLL for (int i = 0; i < 2; ++i) {
         Real product = y[2][n][h * 2 + i];
         if constexpr (Pass::HAS_BIAS) product += to.bias[h][n][i];
-        const Real r = gate.of(x[0][h][n][i] + y[0][n][h * 2 + i]), z = gate.of(x[1][h][n][i] + y[1][n][h * 2 + i]);
-        const Real made = candidate.of(x[2][h][n][i] + r * product);
+        const Real r = gate.of(x[0][h][n].of(i) + y[0][n][h * 2 + i]), z = gate.of(x[1][h][n].of(i) + y[1][n][h * 2 + i]);
+        const Real made = candidate.of(x[2][h][n].of(i) + r * product);
         state[h][n][i] = rows[n % Base::template kSequences<O>].there() ? made + z * (state[h][n][i] - made) : state[h][n][i];
       }
     });
     Base::template each<O>([&](int h, int n, const Two& two) {
       const Row row = rows[n % Base::template kSequences<O>];
       const Real(&x)[2] = state[h][n];
-      if (row.there()) Base::template give<O>(output + row.at(Pass::HIDDEN) + Base::template feature<O>(two), x[0], x[1]);
+      if (row.there()) Base::template give<O>(output + row.at(Pass::HIDDEN) + Base::template feature<O>(two), Both(x[0], x[1]));
     });
     Base::template each<O>([&](int h, int n, const Two& two) {
       if (next[n % Base::template kSequences<O>].starts()) first_state<O>(two, state[h][n]);

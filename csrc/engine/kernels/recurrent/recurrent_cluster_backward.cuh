@@ -10,12 +10,14 @@
 
 template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
   using Base = Sides<Pass>;
-  using typename Base::Element, typename Base::Real, typename Base::Two;
+  using typename Base::Both, typename Base::Element, typename Base::Real, typename Base::Two;
   using Rows = typename Pass::Rows;
   using Columns = typename Pass::Columns;
   using Base::begin, Base::params, Base::warp;
   template <class S> using Sums = typename Base::template Sums<S>;
-  using Grad = Real[2][Rows::NT > Columns::NT ? Rows::NT : Columns::NT][2];  // of a lane's features, on either side
+  static constexpr int kStreams = 6, kMost = Rows::NT > Columns::NT ? Rows::NT : Columns::NT;
+  using Grad = Real[2][kMost][2];         // of a lane's features, on either side
+  using Read = Both[kStreams][2][kMost];  // of a step
   const i64 gate_row;
   Element *const gates[kGates], *const beside, *const grad_initial;
 
@@ -40,6 +42,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Own<Rows> by_rows;
     Own<Columns> by_columns;
     Grad g = {};
+    Read read;
     const auto ready = [&](u32 steps) {
       Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held);
       by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
@@ -54,9 +57,9 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     };
     const u32 steps = Base::walk(loader, ready, [&](u32 step, u32 steps) {
       if (step % 2 == 0)
-        go(step, steps, by_rows, by_columns, g);
+        go(step, steps, by_rows, by_columns, g, read);
       else
-        go(step, steps, by_columns, by_rows, g);
+        go(step, steps, by_columns, by_rows, g, read);
     });
     if (Base::multiplies()) {
       if (steps % 2 == 0)
@@ -67,32 +70,54 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g) const {
-    if (Base::multiplies() && Base::template has_tile<S>(warp)) {
-      Row rows[Base::template kSequences<S>];
+  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
+    const bool has_tile = Base::multiplies() && Base::template has_tile<S>(warp);
+    Row rows[Base::template kSequences<S>];
+    Both made[kGates + 1][2][S::NT];  // gradients of the gates' inputs, and what comes to the candidate's product
+    if (has_tile) {
+      if (step == 0) read_streams<S>(step, read);
       Base::template read_rows<S>(step, rows);
       Base::template each<S>([&](int h, int n, const Two& two) {
-        const Row row = rows[n % Base::template kSequences<S>];
-        if (row.there()) give_gates<S>(step, row, two, g[h][n]);
-        Base::template keep<S>(from.way, h, n, g[h][n][0], g[h][n][1]);
+        Real(&mine)[2] = g[h][n];
+        Real a[kGates + 1][2];
+        const bool there = rows[n % Base::template kSequences<S>].there();
+        UNROLL for (int i = 0; i < 2; ++i) {
+          const Real grad = read[grad_y][h][n].of(i) + mine[i];
+          UNROLL for (int gate = 0; gate < kGates; ++gate) a[gate][i] = read[of_reset + gate][h][n].of(i) * grad;
+          a[kGates][i] = a[2][i] * read[reset][h][n].of(i);
+          mine[i] = there ? grad - read[kept][h][n].of(i) * grad : mine[i];
+        }
+        UNROLL for (int i = 0; i <= kGates; ++i) made[i][h][n] = Both(a[i][0], a[i][1]);
+        UNROLL for (int gate = 0; gate < kGates; ++gate)
+          Base::template give_state<S>(gate, two, a[gate < 2 ? gate : kGates][0], a[gate < 2 ? gate : kGates][1]);
+        Base::template keep<S>(from.way, h, n, mine[0], mine[1]);
       });
     }
     __syncthreads();
     if (!Base::multiplies()) return;
-    if (Base::template has_tile<S>(warp)) {
+    if (has_tile) {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, false, kGates>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
+      Base::template each<S>([&](int h, int n, const Two& two) {
+        const Row row = rows[n % Base::template kSequences<S>];
+        if (!row.there()) return;
+        const i64 of_gate = row.at(gate_row) + Base::template feature<S>(two);
+        UNROLL for (int gate = 0; gate < kGates; ++gate)
+          Base::template give<S>(gates[gate] + of_gate, made[gate][h][n]);
+        Base::template give<S>(beside + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made[kGates][h][n]);
+      });
     }
     if (!Base::template has_tile<O>(warp)) return;
-    Row rows[Base::template kSequences<O>];
-    Base::template read_rows<O>(step, rows);
+    Row ended[Base::template kSequences<O>];
+    Base::template read_rows<O>(step, ended);
+    read_streams<O>(step + 1, read);
     Base::template wait<O>(step);
     if (threadIdx.x == 0) Base::template expect<O>(step + 2 < steps, true);
     Sums<O> y[kGates] = {};
     Base::template multiply<O, true, kGates>(y, to.held);
     Base::template each<O>([&](int h, int n, const Two& two) {
-      const Row row = rows[n % Base::template kSequences<O>];
+      const Row row = ended[n % Base::template kSequences<O>];
       UNROLL for (int i = 0; i < 2; ++i) {
         Real& mine = g[h][n][i];
         const Real sums = y[0][n][h * 2 + i] + y[1][n][h * 2 + i] + y[2][n][h * 2 + i];
@@ -102,24 +127,11 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
       }
     });
   }
-  // Of the gradient behind a step: gradients of the gates' inputs, to memory and to what is multiplied, and what is left of it
-  template <class S> DEVICE void give_gates(u32 step, const Row& row, const Two& two, Real (&mine)[2]) const {
-    const int feature = Base::template feature<S>(two);
-    Real grad[2], u[2], r[2];
-    Base::template take<S>(step, grad_y, two, grad);
-    Base::template take<S>(step, kept, two, u), Base::template take<S>(step, reset, two, r);
-    UNROLL for (int i = 0; i < 2; ++i) grad[i] += mine[i], mine[i] = grad[i] - u[i] * grad[i];
-    UNROLL for (int gate = 0; gate < kGates; ++gate) {
-      Real a[2];
-      Base::template take<S>(step, of_reset + gate, two, a);
-      UNROLL for (int i = 0; i < 2; ++i) a[i] *= grad[i];
-      Base::template give<S>(gates[gate] + row.at(gate_row) + feature, a[0], a[1]);
-      if (gate == 2) {
-        UNROLL for (int i = 0; i < 2; ++i) a[i] *= r[i];
-        Base::template give<S>(beside + row.at(Pass::HIDDEN) + feature, a[0], a[1]);
-      }
-      Base::template give_state<S>(gate, two, a[0], a[1]);
-    }
+  // What a step reads, while others still work at the one before
+  template <class S> DEVICE void read_streams(u32 step, Read& read) const {
+    Base::template each<S>([&](int h, int n, const Two& two) {
+      UNROLL for (int stream = 0; stream < kStreams; ++stream) read[stream][h][n] = Base::template take<S>(step, stream, two);
+    });
   }
   // The parts of the initial state's gradient come together on the other side.
   template <class S, class O> DEVICE void end(u32 steps, const Own<S>& from, const Own<O>& to, const Grad& g) const {
@@ -133,7 +145,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
       if (sequence >= Base::units) return;
       Real sums[2];
       UNROLL for (int i = 0; i < 2; ++i) sums[i] = Base::template kept<O>(two, i) + to.of_initial[h][n][i];
-      Base::template give<O>(grad_initial + sequence * Pass::HIDDEN + Base::template feature<O>(two), sums[0], sums[1]);
+      Base::template give<O>(grad_initial + sequence * Pass::HIDDEN + Base::template feature<O>(two), Both(sums[0], sums[1]));
     });
   }
 };

@@ -1,8 +1,8 @@
-// What is the same, forward and back, of a gated recurrent unit whose recurrent matrices are Kronecker products of two factors,
-// U X = A X B', and whose state X the blocks of a cluster share out. A block has some rows of it, or some columns, at every step the
-// other of the two:
-//     own rows of X    -[B]-> own rows of X B'    -(to those whose columns they are)-> own columns of X B' -[A]-> own columns of A X B'
-//     own columns of X -[A]-> own columns of A X  -(to those whose rows they are)->    own rows of A X     -[B]-> own rows of A X B'
+// What is the same, forward and back, of a gated recurrent unit whose recurrent matrices are Kronecker products of two
+// factors, U X = A X B', and whose state X the blocks of a cluster share out. A block has some rows of it, or some columns, at
+// every step the other of the two:
+//     own rows of X    -[B]-> own rows of X B'   -(to whose columns they are)-> own columns of X B' -[A]-> own columns of A X B'
+//     own columns of X -[A]-> own columns of A X -(to whose rows they are)->    own rows of A X     -[B]-> own rows of A X B'
 // So a step hands on once, of all gates, and what is kept of a state beside the products goes with that, not rounded. Where it
 // comes to, a barrier counts its bytes: nobody waits for anybody's last step. The next step but one comes to the same place, but
 // not before all others have had what this block makes of this one, which it does when it has read its own.
@@ -13,12 +13,14 @@
 #pragma once
 #include "kernels/recurrent/recurrent_walk.cuh"
 
-// A state that blocks share out by one of its modes, of which each has OWN (the last one maybe fewer) of OTHER, and all WHOLE of the
-// other one, which is contracted first. BY_ROWS: the one that is shared out is the first of the two. NT: 8 columns of a warp at once.
+// A state that blocks share out by one of its modes, of which each has OWN (the last one maybe fewer) of OTHER, and all WHOLE of
+// the other one, which is contracted first. BY_ROWS: the one that is shared out is the first of the two. NT: 8 columns of a warp
+// at once.
 //
-// With it come HELD, whether weights stay in registers; W_STRIDE, WEIGHT, of weights; in elements, STATE_STEP from one of WHOLE to the
-// next in a state, and GATHERED_ROW and KEPT_ROW from one of OWN to the next in what others hand on, STREAM_ROW likewise in streams;
-// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
+// With it come HELD, whether weights stay in registers; W_STRIDE and WEIGHT, as chain.cuh's stages have them; in elements,
+// STATE_STEP from one of WHOLE to the next in a state, GATHERED_ROW and KEPT_ROW from one of OWN to the next in what others hand
+// on, STREAM_ROW in streams from a line that lies together in memory to the next; in bytes, STATE_AT, GATHERED_AT, KEPT_AT,
+// BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
 template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
   static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = false;
@@ -53,6 +55,21 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     const int unit = kOne ? 0 : column / S::WIDE, own = column - unit * S::WIDE + lane.t * 2;
     return {unit, m, own, (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && own < mine<S>()))};
   }
+  // Their values as memory has them
+  struct alignas(2 * sizeof(typename Pass::Element)) Both {
+    static constexpr int kEach = kSize < 4 ? 1 : kSize / 4;  // words of one, or of two of 16 bits
+    u32 words[kSize == 2 ? 1 : 2 * kEach];
+    DEVICE Both() {}
+    DEVICE Both(Real first, Real second) { reinterpret_cast<Pair<Element>&>(words) = Pair<Element>(first, second); }
+    DEVICE Real of(int i) const {
+      if constexpr (kSize == 8)
+        return double_of(words[2 * i], words[2 * i + 1]);
+      else if constexpr (kSize == 4)
+        return __uint_as_float(words[i]);
+      else
+        return widen(Element{u16(words[0] >> i * 16)});
+    }
+  };
   template <class S> DEVICE static bool has_tile(int warp) { return S::TILES % Pass::WARPS == 0 || warp < S::TILES; }
   // go(h, n, two) for all that a lane has
   template <class S, class Go> DEVICE void each(const Go& go) const {
@@ -95,22 +112,41 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
             load_rows<8, S>(held.of[gate][i], gate, i * Math::kStep);
   }
 
-  // Products of a warp's rows of all gates' weights, with own columns of STATES states, kBytes apart: GATHERED, what others have handed
-  // on, whose k's lie together, or what lies by k's.
+  // Products of a warp's rows of all gates' weights, with own columns of STATES states, kBytes apart: GATHERED, what others have
+  // handed on, whose k's lie together, or what lies by k's.
 
   template <class S, bool GATHERED> static constexpr int kBytes = GATHERED ? S::kGatheredBytes : S::kStateBytes;
+  // Of 16 bits, operands of two steps of k come at once, where a warp has 8 columns.
+  template <class S> static constexpr bool kTwoSteps = kSize == 2 && S::NT == 1 && S::PP % 32 == 0;
   template <class S, bool GATHERED> DEVICE u32 operand_at() const {
     const int column = warp / S::M_TILES * S::NT * 8;
-    if constexpr (GATHERED)
-      return memory + S::GATHERED_AT + column * S::GATHERED_ROW * kSize + Math::template lane_row_b<S::GATHERED_ROW>(lane);
-    else
-      return memory + S::STATE_AT + column * kSize + Math::template lane_b_by_n<S::STATE_STEP>(lane);
+    if constexpr (GATHERED) {
+      const int of_lane = kTwoSteps<S> ? lane.index % 8 * S::GATHERED_ROW * kSize + lane.index / 8 * 16
+                                       : Math::template lane_row_b<S::GATHERED_ROW>(lane);
+      return memory + S::GATHERED_AT + column * S::GATHERED_ROW * kSize + of_lane;
+    } else {
+      const int of_lane = kTwoSteps<S> ? lane.index * S::STATE_STEP * kSize : Math::template lane_b_by_n<S::STATE_STEP>(lane);
+      return memory + S::STATE_AT + column * kSize + of_lane;
+    }
   }
   template <class S, bool GATHERED, int STATES>
   DEVICE void multiply(Sums<S> (&y)[kGates], const Held<S>& held) const {
     constexpr int kSteps = ceil_div(S::PP, Math::kStep), kWhole = S::PP / Math::kStep;
     const u32 from = operand_at<S, GATHERED>();
-    if constexpr (Math::kFlush > 0) {
+    if constexpr (kTwoSteps<S>) {
+      UNROLL_BY(S::HELD || kSteps <= 8 ? kSteps / 2 : 2) for (int k = 0; k < kSteps; k += 2) {
+        typename Math::B b[STATES][2][1];
+        UNROLL for (int state = 0; state < STATES; ++state) {
+          u32 four[4];
+          const int behind = k * Math::kStep * (GATHERED ? 1 : S::STATE_STEP) * kSize;
+          load_matrices<!GATHERED>(four, from + state * kBytes<S, GATHERED> + behind);
+          UNROLL for (int i = 0; i < 4; ++i) Math::template put<false>(b[state][i / 2][0], i % 2, four[i]);
+        }
+        UNROLL for (int i = 0; i < 2; ++i)
+          UNROLL for (int gate = 0; gate < kGates; ++gate)
+            add_products<Math::kStep, S>(y[gate], held, gate, k + i, b[STATES > 1 ? gate : 0][i]);
+      }
+    } else if constexpr (Math::kFlush > 0) {
       UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
         Sums<S> part[kGates] = {};
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
@@ -129,14 +165,18 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     typename Math::B b[S::NT];
     UNROLL for (int gate = 0; gate < kGates; ++gate) {
       if (gate < STATES) load_operand<K, S, GATHERED>(b, from + gate * kBytes<S, GATHERED>, k * Math::kStep);
-      typename Math::A a;
-      if constexpr (!S::HELD) load_rows<K, S>(a, gate, k * Math::kStep);
-      UNROLL for (int n = 0; n < S::NT; ++n) {
-        if constexpr (S::HELD)
-          Math::template multiply<K>(y[gate][n], held.of[gate][k], b[n]);
-        else
-          Math::template multiply<K>(y[gate][n], a, b[n]);
-      }
+      add_products<K, S>(y[gate], held, gate, k, b);
+    }
+  }
+  template <int K, class S>
+  DEVICE void add_products(Sums<S>& y, const Held<S>& held, int gate, int k, const typename Math::B (&b)[S::NT]) const {
+    typename Math::A a;
+    if constexpr (!S::HELD) load_rows<K, S>(a, gate, k * Math::kStep);
+    UNROLL for (int n = 0; n < S::NT; ++n) {
+      if constexpr (S::HELD)
+        Math::template multiply<K>(y[n], held.of[gate][k], b[n]);
+      else
+        Math::template multiply<K>(y[n], a, b[n]);
     }
   }
   template <int K, class S, bool GATHERED> DEVICE void load_operand(typename Math::B (&b)[S::NT], u32 from, int k) const {
@@ -159,7 +199,8 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
       UNROLL for (int n = 0; n < S::NT; ++n)
         UNROLL for (int i = 0; i < 4; ++i) {
           if (is_finite(y[gate][n][i])) continue;
-          const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8, column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
+          const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8;
+          const int column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
           const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * kBytes<S, GATHERED>;
           float sum = 0;
           ROLL for (int k = 0; k < S::WHOLE; ++k) {
@@ -178,8 +219,8 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
 
   // Handing on
 
-  // Where numbers of a lane go that has them on side S: to the block that has row m as its own on the other side, O. Of 16 bits four
-  // neighbours are sent at once, of the upper rows by even lanes, of the lower ones by odd lanes. 0 is nowhere.
+  // Where numbers of a lane go that has them on side S: to the block that has row m as its own on the other side, O. Of 16 bits
+  // four neighbours are sent at once, of the upper rows by even lanes, of the lower ones by odd lanes. 0 is nowhere.
   template <class S> static constexpr bool kFour = kSize == 2 && S::OWN % 4 == 0;
   template <class S> struct Way {
     static constexpr int kHalves = kFour<S> ? 1 : 2;
@@ -201,7 +242,9 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     }
     return made;
   }
-  template <class S, class O> DEVICE static int owner(const Two& two) { return S::kWholeM ? two.m / O::OWN : min(two.m, S::WHOLE - 1) / O::OWN; }
+  template <class S, class O> DEVICE static int owner(const Two& two) {
+    return (S::kWholeM ? two.m : min(two.m, S::WHOLE - 1)) / O::OWN;
+  }
   template <class S, class O> DEVICE u32 there(u32 region, const Two& two, int row, int size) const {
     if (!two.there) return 0;
     const int own = owner<S, O>(two);
@@ -260,12 +303,18 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     const int of_unit = S::BY_ROWS ? S::OWN : S::WHOLE;
     return S::BY_ROWS ? (two.unit * of_unit + two.n) * S::STREAM_ROW + two.m : (two.unit * of_unit + two.m) * S::STREAM_ROW + two.n;
   }
-  template <class S> DEVICE void take(u32 step, int stream, const Two& two, Real (&x)[2]) const {
+  template <class S> DEVICE Both take(u32 step, int stream, const Two& two) const {
     const u32 from = Base::stream_address(step, stream) + stream_place<S>(two) * kSize;
-    if constexpr (S::BY_ROWS)
-      UNROLL for (int i = 0; i < 2; ++i) x[i] = Base::number(from + i * S::STREAM_ROW * kSize);
-    else
-      Base::two_numbers(from, x);
+    Both both;
+    if constexpr (!S::BY_ROWS && kSize == 2) {
+      both.words[0] = load_u32(from);
+    } else if constexpr (kSize == 2) {
+      both.words[0] = load_u16(from) | u32(load_u16(from + S::STREAM_ROW * kSize)) << 16;
+    } else {
+      UNROLL for (int i = 0; i < 2 * Both::kEach; ++i)
+        both.words[i] = load_u32(from + i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4);
+    }
+    return both;
   }
   // What a block has of a row
   DEVICE void load_stream(u32 to, const Element* from, bool by_rows, int unit, int thread) const {
@@ -290,12 +339,10 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     }
   }
   // Two numbers to a tensor's row
-  template <class S> DEVICE static void give(Element* to, Real first, Real second) {
-    if constexpr (S::BY_ROWS) {
-      store_global(to, narrow<Element>(first)), store_global(to + kApart<S>, narrow<Element>(second));
-    } else {
-      const Pair<Element> pair(first, second);
-      store_words<2 * kSize>(to, *reinterpret_cast<const Words<2 * kSize>*>(&pair));
-    }
+  template <class S> DEVICE static void give(Element* to, const Both& both) {
+    if constexpr (!S::BY_ROWS)
+      store_words<2 * kSize>(to, reinterpret_cast<const Words<2 * kSize>&>(both));
+    else
+      UNROLL for (int i = 0; i < 2; ++i) store_global(to + i * kApart<S>, narrow<Element>(both.of(i)));
   }
 };
