@@ -4,6 +4,7 @@ recurrent_cluster.cuh is told, and what that takes."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +38,7 @@ SHARES = (1, 2, 4)  # 8 columns of a warp at once
 MOST_WARPS = 15  # beside the one that brings inputs
 QUARTERS = 4  # of a multiprocessor, which have registers and a matrix unit of their own
 MOST_REGISTERS = 255  # of a thread
-OF_COLUMNS = 32  # of a thread, about, for every 8 columns
+OF_ODD = 28  # of a thread, about, where some numbers of a tile are not there
 HANDED_ON_US = 0.2  # a cluster's barrier, measured: from what a block has made to what another one reads of it
 SIDES = "Rows", "Columns"  # as kernels name them
 HELD = (True, True), (True, False), (False, True), (False, False)  # weights of which factor stay in registers
@@ -104,8 +105,10 @@ class Side:
 
     @property
     def stream_row(self) -> int:
-        line = self.whole if self.by_rows else self.own
-        return _odd(line * self.size, 16) // self.size
+        """Elements from a line that lies together in memory to the next, each of whole pieces."""
+        line, step = (self.whole, self.whole) if self.by_rows else (self.own, self.other)
+        piece = math.gcd(16, line * self.size, step * self.size)
+        return _odd(line * self.size, piece) // self.size
 
     @property
     def stream_bytes(self) -> int:
@@ -113,9 +116,13 @@ class Side:
         return round_up(self.units * lines * self.stream_row * self.size, 128)
 
     @property
+    def is_odd(self) -> bool:
+        return bool(self.whole % 16 or self.own % 8 or self.other % self.own or self.columns > self.units * self.own)
+
+    @property
     def held_registers(self) -> int:
         """Registers of the weights, if they stay there."""
-        return GATES * 4 * -(-self.whole // 16)
+        return GATES * 4 * -(-self.whole // (16 if self.size == 2 else 8))
 
 
 @dataclass(frozen=True)
@@ -166,12 +173,13 @@ class RecurrentCluster(Pass):
     def threads(self) -> int:
         return 32 * (self.warps + LOADING)
 
-    other_registers = 64  # of a thread, about, beside weights and what it has for every 8 columns
+    other_registers, of_columns = 48, 40  # of a thread, about, beside weights, and for every 8 columns
 
     @property
     def registers(self) -> int:
         held = sum(side.held_registers for side, stays in zip(self.sides, self.held, strict=True) if stays)
-        return held + self.other_registers + OF_COLUMNS * max(self.shares) * max(1, self.size // 4)
+        odd = OF_ODD * any(side.is_odd for side in self.sides)
+        return held + odd + self.other_registers + self.of_columns * max(self.shares) * max(1, self.size // 4)
 
     @property
     def most_registers(self) -> int:
@@ -334,7 +342,7 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
     for cluster, units, by_rows, by_columns in itertools.product(CLUSTERS, SEQUENCES, SHARES, SHARES):
         if units > 1 and units >= 2 * batch:
             continue
-        for held, slots in itertools.product(HELD if ELEMENT_BYTES[dtype] == 2 else HELD[-1:], SLOTS):
+        for held, slots in itertools.product(HELD[-1:] if dtype in ("float32", "float64") else HELD, SLOTS):
             plan = family(recurrence, dtype, cluster, units, (by_rows, by_columns), held, slots, gpu)
             if any((cluster - 1) * side.own >= side.other for side in plan.sides) or plan.warps > MOST_WARPS:
                 break

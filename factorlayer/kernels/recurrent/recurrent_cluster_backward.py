@@ -20,7 +20,7 @@ class RecurrentClusterBackward(RecurrentCluster):
     title = "recurrent, in clusters, backward"
     states, streams = GATES, STREAMS
     turned = goes_down = True
-    other_registers = 92
+    other_registers, of_columns = 72, 52
     of_two, functions_of_feature = OF_TWO_BACK, 0
 
     @property

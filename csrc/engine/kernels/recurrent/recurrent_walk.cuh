@@ -57,8 +57,11 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();
+    if constexpr (Base::Math::kRounds) {
+      if (multiplies()) Base::round_weights();
+      __syncthreads();
+    }
     if (multiplies()) {
-      Base::round_weights();
       ready(steps);
     } else {
       ahead.advance(0);
