@@ -767,7 +767,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "Wide Wide",
     } <= found
     assert {"Recurrent", "RecurrentBackward", "RecurrentSlopes", "RecurrentFill RecurrentSpread"} <= found
-    assert "RecurrentFill RecurrentSpreadBackward" in found
+    assert {"RecurrentFill RecurrentSpreadBackward", "RecurrentCluster", "RecurrentClusterBackward"} <= found
     assert {"PairBackward Reduction FactorGradients", "PairBackward Reduction"} <= found
     assert "PairDoubleBackward PairDoubleBackward Reduction" in found
     ways = "SmallDouble", "Pair16Large", "SmallFloat", "PairSplit"
