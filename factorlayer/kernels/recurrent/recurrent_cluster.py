@@ -93,15 +93,11 @@ class Side:
 
     @property
     def gathered_bytes(self) -> int:
-        return round_up(self.columns * row_step(self.whole, self.dtype) * self.size, 128)
-
-    @property
-    def kept_row(self) -> int:
-        return _odd(self.whole, 4)
+        return round_up(self.columns * round_up(self.whole, 8) * self.size, 128)
 
     @property
     def kept_bytes(self) -> int:
-        return round_up(self.columns * self.kept_row * self.real, 128)
+        return round_up(self.columns * round_up(self.whole, 8) * self.real, 128)
 
     @property
     def stream_row(self) -> int:
@@ -279,8 +275,7 @@ class RecurrentCluster(Pass):
         size = [side.whole, side.other, side.own, self.units, str(side.by_rows).lower(), side.nt]
         told: Told = {"HELD": self.held[i], "W_STRIDE": row_step(side.whole, self.dtype)}
         told |= {"WEIGHT": 0 if i == 0 else self.sides[0].weight_bytes}
-        told |= {"STATE_STEP": side.state_step, "GATHERED_ROW": row_step(side.whole, self.dtype)}
-        told |= {"KEPT_ROW": side.kept_row, "STREAM_ROW": side.stream_row}
+        told |= {"STATE_STEP": side.state_step, "STREAM_ROW": side.stream_row}
         told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2]}
         told |= {"BARRIER_AT": self.barriers_at + i * NUMBER_BYTES}
         told |= {"kStateBytes": side.state_bytes, "kGatheredBytes": side.gathered_bytes}

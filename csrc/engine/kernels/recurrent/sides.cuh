@@ -18,12 +18,11 @@
 // at once.
 //
 // With it come HELD, whether weights stay in registers; W_STRIDE and WEIGHT, as chain.cuh's stages have them; in elements,
-// STATE_STEP from one of WHOLE to the next in a state, GATHERED_ROW and KEPT_ROW from one of OWN to the next in what others hand
-// on, STREAM_ROW in streams from a line that lies together in memory to the next; in bytes, STATE_AT, GATHERED_AT, KEPT_AT,
-// BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
+// STATE_STEP from one of WHOLE to the next in a state, STREAM_ROW in streams from a line that lies together in memory to the next;
+// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
 template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
   static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
-  static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = false;
+  static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = true;
   static constexpr int P = WHOLE, Q = WHOLE, PP = round_up(WHOLE, 8), W_ROWS = round_up(WHOLE, 16);  // of the weight
   static constexpr int WIDE = round_up(OWN, 8), COLUMNS = UNITS * WIDE;                              // of all sequences
   static constexpr int M_TILES = W_ROWS / 16, TILES = M_TILES * ceil_div(COLUMNS, 8 * NT);
@@ -116,14 +115,12 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   // handed on, whose k's lie together, or what lies by k's.
 
   template <class S, bool GATHERED> static constexpr int kBytes = GATHERED ? S::kGatheredBytes : S::kStateBytes;
-  // Of 16 bits, operands of two steps of k come at once, where a warp has 8 columns.
+  // Of 16 bits, operands of two steps of k come at once out of a state, where a warp has 8 columns.
   template <class S> static constexpr bool kTwoSteps = kSize == 2 && S::NT == 1 && S::PP % 32 == 0;
   template <class S, bool GATHERED> DEVICE u32 operand_at() const {
     const int column = warp / S::M_TILES * S::NT * 8;
     if constexpr (GATHERED) {
-      const int of_lane = kTwoSteps<S> ? lane.index % 8 * S::GATHERED_ROW * kSize + lane.index / 8 * 16
-                                       : Math::template lane_row_b<S::GATHERED_ROW>(lane);
-      return memory + S::GATHERED_AT + column * S::GATHERED_ROW * kSize + of_lane;
+      return memory + S::GATHERED_AT + (column * S::PP / 64 * 32 + lane.index) * int(sizeof(Both));
     } else {
       const int of_lane = kTwoSteps<S> ? lane.index * S::STATE_STEP * kSize : Math::template lane_b_by_n<S::STATE_STEP>(lane);
       return memory + S::STATE_AT + column * kSize + of_lane;
@@ -133,13 +130,12 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   DEVICE void multiply(Sums<S> (&y)[kGates], const Held<S>& held) const {
     constexpr int kSteps = ceil_div(S::PP, Math::kStep), kWhole = S::PP / Math::kStep;
     const u32 from = operand_at<S, GATHERED>();
-    if constexpr (kTwoSteps<S>) {
+    if constexpr (kTwoSteps<S> && !GATHERED) {
       UNROLL_BY(S::HELD || kSteps <= 8 ? kSteps / 2 : 2) for (int k = 0; k < kSteps; k += 2) {
         typename Math::B b[STATES][2][1];
         UNROLL for (int state = 0; state < STATES; ++state) {
           u32 four[4];
-          const int behind = k * Math::kStep * (GATHERED ? 1 : S::STATE_STEP) * kSize;
-          load_matrices<!GATHERED>(four, from + state * kBytes<S, GATHERED> + behind);
+          load_matrices<true>(four, from + state * S::kStateBytes + k * Math::kStep * S::STATE_STEP * kSize);
           UNROLL for (int i = 0; i < 4; ++i) Math::template put<false>(b[state][i / 2][0], i % 2, four[i]);
         }
         UNROLL for (int i = 0; i < 2; ++i)
@@ -181,11 +177,30 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   }
   template <int K, class S, bool GATHERED> DEVICE void load_operand(typename Math::B (&b)[S::NT], u32 from, int k) const {
     if constexpr (GATHERED) {
-      Math::template load_row_b<K, S::GATHERED_ROW, S::NT, false>(b, from + k * kSize);
+      UNROLL for (int n = 0; n < S::NT; ++n)
+        UNROLL for (int i = 0; i < 2; i += kSize == 2 ? 1 : 2)
+          if (K > 8 || i == 0)
+            load_pair(b[n], i, from + (n * S::PP + k + i * 8) / 8 * 32 * int(sizeof(Both)));
+          else
+            Math::template put<false>(b[n], i, 0);
     } else {
       u32 columns[S::NT];
       UNROLL for (int n = 0; n < S::NT; ++n) columns[n] = from + (k * S::STATE_STEP + n * 8) * kSize;
       Math::template load_b_by_n<K, S::STATE_STEP, S::NT, 8, false>(b, columns, lane.index);
+    }
+  }
+  // The i-th register of operand B, of 16 bits, or both
+  DEVICE static void load_pair(typename Math::B& b, int i, u32 from) {
+    if constexpr (kSize == 2) {
+      Math::template put<false>(b, i, load_u32(from));
+    } else if constexpr (kSize == 4) {
+      u32 two[2];
+      load_u32x2(from, two);
+      UNROLL for (int j = 0; j < 2; ++j) Math::template put<false>(b, j, two[j]);
+    } else {
+      double two[2];
+      load_f64x2(from, two[0], two[1]);
+      UNROLL for (int j = 0; j < 2; ++j) Math::template put<false>(b, j, two[j]);
     }
   }
   // Infinities and NaNs, as chain.cuh's
@@ -204,40 +219,41 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
           const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * kBytes<S, GATHERED>;
           float sum = 0;
           ROLL for (int k = 0; k < S::WHOLE; ++k) {
-            const int x = GATHERED ? column * S::GATHERED_ROW + k : k * S::STATE_STEP + column;
+            const int at = Math::place_of(k, true);
+            const int x = GATHERED ? pair_of<S>(column, k) * 2 + k % 2 : at * S::STATE_STEP + column;
             sum += __uint_as_float(load_u32(state + x * kSize)) *
-                   __uint_as_float(load_u32(Base::template weight_address<S>(gate) + (m * S::W_STRIDE + k) * kSize));
+                   __uint_as_float(load_u32(Base::template weight_address<S>(gate) + (m * S::W_STRIDE + at) * kSize));
           }
           y[gate][n][i] = sum;
         }
   }
   // Two of them to the state that the next first contraction reads
   template <class S> DEVICE void give_state(int state, const Two& two, Real first, Real second) const {
-    store_shared(memory + S::STATE_AT + state * S::kStateBytes + (two.m * S::STATE_STEP + two.unit * S::WIDE + two.n) * kSize,
+    const int place = Math::place_of(two.m, true) * S::STATE_STEP + two.unit * S::WIDE + two.n;
+    store_shared(memory + S::STATE_AT + state * S::kStateBytes + place * kSize,
                  Pair<Element>(Math::rounded(first), Math::rounded(second)));
   }
 
   // Handing on
 
-  // Where numbers of a lane go that has them on side S: to the block that has row m as its own on the other side, O. Of 16 bits
-  // four neighbours are sent at once, of the upper rows by even lanes, of the lower ones by odd lanes. 0 is nowhere.
-  template <class S> static constexpr bool kFour = kSize == 2 && S::OWN % 4 == 0;
+  // What is handed on lies in pairs along WHOLE as operand B has them in its registers: pairs of 8 x 8 numbers together, a lane's
+  // one behind another's. So what a warp has summed leaves it, and comes to a warp, in lines.
+  template <class S> DEVICE static int pair_of(int column, int k) {
+    return (column / 8 * (S::PP / 8) + k / 8) * 32 + column % 8 * 4 + k % 8 / 2;
+  }
+  // Where pairs of a lane go that has them on side S: to the block that has row m as its own on the other side, O. 0 is nowhere.
   template <class S> struct Way {
-    static constexpr int kHalves = kFour<S> ? 1 : 2;
-    u32 sums[kHalves][S::NT], sums_barrier[kHalves], kept[2][S::NT], kept_barrier[2];
+    u32 sums[2][S::NT], kept[2][S::NT], barrier[2];
   };
   template <class S, class O> DEVICE Way<S> way() const {
     Way<S> made;
     UNROLL for (int h = 0; h < 2; ++h) {
-      const int half = kFour<S> ? lane.t % 2 : h;
-      if (h < Way<S>::kHalves) made.sums_barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(half, 0)));
-      made.kept_barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(h, 0)));
+      made.barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(h, 0)));
       UNROLL for (int n = 0; n < S::NT; ++n) {
-        Two to = two<S>(h, n);
-        made.kept[h][n] = there<S, O>(memory + O::KEPT_AT, to, O::KEPT_ROW, sizeof(Real));
-        to = two<S>(half, n);
-        if (kFour<S>) to.n -= lane.t % 2 * 2;
-        if (h < Way<S>::kHalves) made.sums[h][n] = there<S, O>(memory + O::GATHERED_AT, to, O::GATHERED_ROW, kSize);
+        const Two two = this->template two<S>(h, n);
+        const int own = owner<S, O>(two), pair = pair_of<O>(two.unit * O::WIDE + two.m - own * O::OWN, first<S>() + two.n);
+        made.sums[h][n] = two.there ? in_block(memory + O::GATHERED_AT + pair * int(sizeof(Both)), own) : 0;
+        made.kept[h][n] = two.there ? in_block(memory + O::KEPT_AT + pair * 2 * int(sizeof(Real)), own) : 0;
       }
     }
     return made;
@@ -245,38 +261,22 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   template <class S, class O> DEVICE static int owner(const Two& two) {
     return (S::kWholeM ? two.m : min(two.m, S::WHOLE - 1)) / O::OWN;
   }
-  template <class S, class O> DEVICE u32 there(u32 region, const Two& two, int row, int size) const {
-    if (!two.there) return 0;
-    const int own = owner<S, O>(two);
-    return in_block(region + ((two.unit * O::WIDE + two.m - own * O::OWN) * row + first<S>() + two.n) * size, own);
-  }
   template <class S, class O> DEVICE void hand_on(const Sums<S> (&y)[kGates], const Way<S>& way) const {
     UNROLL for (int gate = 0; gate < kGates; ++gate)
-      UNROLL for (int n = 0; n < S::NT; ++n) {
-        const auto& four = y[gate][n];
-        const auto pair = [&](int h) { return Pair<Element>(Math::rounded(four[h * 2]), Math::rounded(four[h * 2 + 1])); };
-        const int behind = gate * O::kGatheredBytes;
-        if constexpr (kFour<S>) {
-          const u32 upper = pair(0).bits, lower = pair(1).bits, given = __shfl_xor_sync(~0u, lane.t % 2 ? upper : lower, 1);
-          const u32 words[2] = {lane.t % 2 ? given : upper, lane.t % 2 ? lower : given};
-          if (is_way<S>(way.sums[0][n])) send_words(way.sums[0][n] + behind, words, way.sums_barrier[0]);
-        } else {
-          UNROLL for (int h = 0; h < 2; ++h)
-            if (is_way<S>(way.sums[h][n])) {
-              const Pair<Element> two = pair(h);
-              send_words(way.sums[h][n] + behind, reinterpret_cast<const u32(&)[sizeof(two) / 4]>(two), way.sums_barrier[h]);
-            }
-        }
-      }
+      UNROLL for (int h = 0; h < 2; ++h)
+        UNROLL for (int n = 0; n < S::NT; ++n)
+          if ((S::kWholeM && S::kWholeN) || way.sums[h][n]) {
+            const Both both(Math::rounded(y[gate][n][h * 2]), Math::rounded(y[gate][n][h * 2 + 1]));
+            send_words(way.sums[h][n] + gate * O::kGatheredBytes, both.words, way.barrier[h]);
+          }
   }
-  template <class S> DEVICE static bool is_way(u32 to) { return (S::kWholeM && S::kWholeN) || to; }
   // Two numbers as they are
   template <class S> DEVICE void keep(const Way<S>& way, int h, int n, Real first, Real second) const {
     const Pair<Real> two(first, second);
-    send_words(way.kept[h][n], reinterpret_cast<const u32(&)[kWords]>(two), way.kept_barrier[h]);
+    send_words(way.kept[h][n], reinterpret_cast<const u32(&)[kWords]>(two), way.barrier[h]);
   }
   template <class O> DEVICE u32 kept_at(const Two& two, int i) const {
-    return memory + O::KEPT_AT + ((two.unit * O::WIDE + two.n + i) * O::KEPT_ROW + two.m) * int(sizeof(Real));
+    return memory + O::KEPT_AT + (pair_of<O>(two.unit * O::WIDE + two.n + i, two.m) * 2 + two.m % 2) * int(sizeof(Real));
   }
   template <class O> DEVICE Real kept(const Two& two, int i) const { return load_sum(kept_at<O>(two, i), Real()); }
 
