@@ -43,34 +43,32 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Own<Columns> by_columns;
     Grad g = {};
     Read read;
-    const auto ready = [&](u32 steps) {
+    const auto ready = [&](u32) {
       Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held);
       by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
-      if (threadIdx.x > 0) return;
-      Base::make_barriers();
-      Base::template expect<Columns>(steps > 0, true), Base::template expect<Rows>(steps > 1, true);
+      Base::template clear<Rows>(), Base::template clear<Columns>();
     };
     const auto loader = [&](int thread) {
       return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
         Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
       };
     };
-    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32 steps) {
+    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32) {
       if (step % 2 == 0)
-        go(step, steps, by_rows, by_columns, g, read);
+        go(step, by_rows, by_columns, g, read);
       else
-        go(step, steps, by_columns, by_rows, g, read);
+        go(step, by_columns, by_rows, g, read);
     });
     if (Base::multiplies()) {
       if (steps % 2 == 0)
-        end(steps, by_rows, by_columns, g);
+        end(by_rows, by_columns, g);
       else
-        end(steps, by_columns, by_rows, g);
+        end(by_columns, by_rows, g);
     }
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
+  template <class S, class O> DEVICE void go(u32 step, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
     const bool has_tile = Base::multiplies() && Base::template has_tile<S>(warp);
     Row rows[Base::template kSequences<S>];
     Both made[kGates + 1][2][S::NT];  // gradients of the gates' inputs, and what comes to the candidate's product
@@ -83,8 +81,8 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         const bool there = rows[n % Base::template kSequences<S>].there();
         UNROLL for (int i = 0; i < 2; ++i) {
           const Real grad = read[grad_y][h][n].of(i) + mine[i];
-          UNROLL for (int gate = 0; gate < kGates; ++gate) a[gate][i] = read[of_reset + gate][h][n].of(i) * grad;
-          a[kGates][i] = a[2][i] * read[reset][h][n].of(i);
+          UNROLL for (int gate = 0; gate < kGates; ++gate) a[gate][i] = there ? read[of_reset + gate][h][n].of(i) * grad : Real(0);
+          a[kGates][i] = there ? a[2][i] * read[reset][h][n].of(i) : Real(0);
           mine[i] = there ? grad - read[kept][h][n].of(i) * grad : mine[i];
         }
         UNROLL for (int i = 0; i <= kGates; ++i) made[i][h][n] = Both(a[i][0], a[i][1]);
@@ -96,8 +94,9 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     __syncthreads();
     if (!Base::multiplies()) return;
     if (has_tile) {
+      Base::template clear<S>();
       Sums<S> y[kGates] = {};
-      Base::template multiply<S, false, kGates>(y, from.held);
+      Base::template multiply<S, kGates>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
       Base::template each<S>([&](int h, int n, const Two& two) {
         const Row row = rows[n % Base::template kSequences<S>];
@@ -112,16 +111,16 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Row ended[Base::template kSequences<O>];
     Base::template read_rows<O>(step, ended);
     read_streams<O>(step + 1, read);
-    Base::template wait<O>(step);
-    if (threadIdx.x == 0) Base::template expect<O>(step + 2 < steps, true);
     Sums<O> y[kGates] = {};
-    Base::template multiply<O, true, kGates>(y, to.held);
-    Base::template each<O>([&](int h, int n, const Two& two) {
+    Base::template multiply_handed_on<O>(y, to.held);
+    Real past[2][O::NT][2];
+    Base::template read_kept<O>(past);
+    Base::template each<O>([&](int h, int n, const Two&) {
       const Row row = ended[n % Base::template kSequences<O>];
       UNROLL for (int i = 0; i < 2; ++i) {
         Real& mine = g[h][n][i];
         const Real sums = y[0][n][h * 2 + i] + y[1][n][h * 2 + i] + y[2][n][h * 2 + i];
-        mine = Base::template kept<O>(two, i);
+        mine = past[h][n][i];
         mine = row.there() ? mine + sums : mine;
         if (row.starts()) to.of_initial[h][n][i] += mine, mine = 0;
       }
@@ -134,17 +133,18 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     });
   }
   // The parts of the initial state's gradient come together on the other side.
-  template <class S, class O> DEVICE void end(u32 steps, const Own<S>& from, const Own<O>& to, const Grad& g) const {
+  template <class S, class O> DEVICE void end(const Own<S>& from, const Own<O>& to, const Grad& g) const {
     Base::template each<S>([&](int h, int n, const Two& two) {
       Base::template keep<S>(from.way, h, n, g[h][n][0] + from.of_initial[h][n][0], g[h][n][1] + from.of_initial[h][n][1]);
     });
     if (!Base::template has_tile<O>(warp)) return;
-    Base::template wait<O>(steps);
+    Real past[2][O::NT][2];
+    Base::template read_kept<O>(past);
     Base::template each<O>([&](int h, int n, const Two& two) {
       const i64 sequence = begin + two.unit;
       if (sequence >= Base::units) return;
       Real sums[2];
-      UNROLL for (int i = 0; i < 2; ++i) sums[i] = Base::template kept<O>(two, i) + to.of_initial[h][n][i];
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] = past[h][n][i] + to.of_initial[h][n][i];
       Base::template give<O>(grad_initial + sequence * Pass::HIDDEN + Base::template feature<O>(two), Both(sums[0], sums[1]));
     });
   }

@@ -3,9 +3,12 @@
 // every step the other of the two:
 //     own rows of X    -[B]-> own rows of X B'   -(to whose columns they are)-> own columns of X B' -[A]-> own columns of A X B'
 //     own columns of X -[A]-> own columns of A X -(to whose rows they are)->    own rows of A X     -[B]-> own rows of A X B'
-// So a step hands on once, of all gates, and what is kept of a state beside the products goes with that, not rounded. Where it
-// comes to, a barrier counts its bytes: nobody waits for anybody's last step. The next step but one comes to the same place, but
-// not before all others have had what this block makes of this one, which it does when it has read its own.
+// So a step hands on once, of all gates, and what is kept of a state beside the products, not rounded, follows it to who has it next.
+//
+// Where something is to come, all bits are set until it is there, which they are of no number that is computed (NaNs that
+// instructions make have others): who needs it asks until it is. So no barrier is wider than a block. Once a step's numbers have
+// been read, bits are set again, by the warp that sends, at the next step, to those who have sent them: what these send then to
+// the same place, a step later, they make of that.
 //
 // Weights are operand A of both contractions, 16 rows for a warp, of all gates, so that a feature's sums lie in one lane.
 //
@@ -19,7 +22,7 @@
 //
 // With it come HELD, whether weights stay in registers; W_STRIDE and WEIGHT, as chain.cuh's stages have them; in elements,
 // STATE_STEP from one of WHOLE to the next in a state, STREAM_ROW in streams from a line that lies together in memory to the next;
-// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
+// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, and kStateBytes and kGatheredBytes of one gate.
 template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
   static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = true;
@@ -29,12 +32,52 @@ template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> s
   static constexpr bool kWholeM = WHOLE % 16 == 0, kWholeN = OTHER % OWN == 0 && OWN % 8 == 0 && COLUMNS % (8 * NT) == 0;
 };
 
+// Two neighbours as memory has them
+template <class Element> struct alignas(2 * sizeof(Element)) Numbers {
+  static constexpr int kSize = sizeof(Element), kEach = kSize < 4 ? 1 : kSize / 4;  // words of one, or of two of 16 bits
+  static constexpr int kWords = kSize == 2 ? 1 : 2 * kEach;
+  u32 words[kWords];
+  DEVICE Numbers() {}
+  DEVICE Numbers(Sum<Element> first, Sum<Element> second) {
+    const Pair<Element> pair(first, second);
+    UNROLL for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const u32*>(&pair)[i];
+  }
+  DEVICE Sum<Element> of(int i) const {
+    if constexpr (kSize == 8)
+      return double_of(words[2 * i], words[2 * i + 1]);
+    else if constexpr (kSize == 4)
+      return __uint_as_float(words[i]);
+    else
+      return widen(Element{u16(words[0] >> i * 16)});
+  }
+  // Whether it has come where all bits were set before
+  DEVICE bool is_there() const {
+    bool there = true;
+    UNROLL for (int i = 0; i < kWords; i += kEach) there &= (words[i] & words[i + kEach - 1]) != ~0u;
+    return there;
+  }
+};
+
+// One of them by itself
+template <class Real> struct Single {
+  static constexpr int kWords = sizeof(Real) / 4;
+  u32 words[kWords];
+  DEVICE Single() {}
+  DEVICE explicit Single(Real x) { UNROLL for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const u32*>(&x)[i]; }
+  DEVICE bool is_there() const { return (words[0] & words[kWords - 1]) != ~0u; }
+  DEVICE Real number() const {
+    if constexpr (kWords == 2)
+      return double_of(words[0], words[1]);
+    else
+      return __uint_as_float(words[0]);
+  }
+};
+
 template <class Pass> struct Sides : RecurrentWalk<Pass> {
   using Base = RecurrentWalk<Pass>;
   using typename Base::Element, typename Base::Math;
   using Base::begin, Base::kSize, Base::lane, Base::memory, Base::params, Base::shared, Base::units, Base::warp;
   using Real = Sum<Element>;
-  static constexpr int kWords = sizeof(Real) / 2;  // of two
   static constexpr bool kOne = Pass::UNITS == 1;
   const int rank;
 
@@ -54,21 +97,7 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     const int unit = kOne ? 0 : column / S::WIDE, own = column - unit * S::WIDE + lane.t * 2;
     return {unit, m, own, (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && own < mine<S>()))};
   }
-  // Their values as memory has them
-  struct alignas(2 * sizeof(typename Pass::Element)) Both {
-    static constexpr int kEach = kSize < 4 ? 1 : kSize / 4;  // words of one, or of two of 16 bits
-    u32 words[kSize == 2 ? 1 : 2 * kEach];
-    DEVICE Both() {}
-    DEVICE Both(Real first, Real second) { reinterpret_cast<Pair<Element>&>(words) = Pair<Element>(first, second); }
-    DEVICE Real of(int i) const {
-      if constexpr (kSize == 8)
-        return double_of(words[2 * i], words[2 * i + 1]);
-      else if constexpr (kSize == 4)
-        return __uint_as_float(words[i]);
-      else
-        return widen(Element{u16(words[0] >> i * 16)});
-    }
-  };
+  using Both = Numbers<Element>;
   template <class S> DEVICE static bool has_tile(int warp) { return S::TILES % Pass::WARPS == 0 || warp < S::TILES; }
   // go(h, n, two) for all that a lane has
   template <class S, class Go> DEVICE void each(const Go& go) const {
@@ -111,27 +140,17 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
             load_rows<8, S>(held.of[gate][i], gate, i * Math::kStep);
   }
 
-  // Products of a warp's rows of all gates' weights, with own columns of STATES states, kBytes apart: GATHERED, what others have
-  // handed on, whose k's lie together, or what lies by k's.
+  // Products of a warp's rows of all gates' weights with own columns of STATES states
 
-  template <class S, bool GATHERED> static constexpr int kBytes = GATHERED ? S::kGatheredBytes : S::kStateBytes;
-  // Of 16 bits, operands of two steps of k come at once out of a state, where a warp has 8 columns.
-  template <class S> static constexpr bool kTwoSteps = kSize == 2 && S::NT == 1 && S::PP % 32 == 0;
-  template <class S, bool GATHERED> DEVICE u32 operand_at() const {
-    const int column = warp / S::M_TILES * S::NT * 8;
-    if constexpr (GATHERED) {
-      return memory + S::GATHERED_AT + (column * S::PP / 64 * 32 + lane.index) * int(sizeof(Both));
-    } else {
-      const int of_lane = kTwoSteps<S> ? lane.index * S::STATE_STEP * kSize : Math::template lane_b_by_n<S::STATE_STEP>(lane);
-      return memory + S::STATE_AT + column * kSize + of_lane;
-    }
-  }
-  template <class S, bool GATHERED, int STATES>
-  DEVICE void multiply(Sums<S> (&y)[kGates], const Held<S>& held) const {
-    constexpr int kSteps = ceil_div(S::PP, Math::kStep), kWhole = S::PP / Math::kStep;
-    const u32 from = operand_at<S, GATHERED>();
-    if constexpr (kTwoSteps<S> && !GATHERED) {
-      UNROLL_BY(S::HELD || kSteps <= 8 ? kSteps / 2 : 2) for (int k = 0; k < kSteps; k += 2) {
+  template <class S> static constexpr int kSteps = ceil_div(S::PP, Math::kStep);
+  template <class S> static constexpr int kWholeSteps = S::PP / Math::kStep;
+  template <class S, int STATES> DEVICE void multiply(Sums<S> (&y)[kGates], const Held<S>& held) const {
+    // Of 16 bits, operands of two steps come at once, where a warp has 8 columns.
+    constexpr bool kTwoSteps = kSize == 2 && S::NT == 1 && S::PP % 32 == 0;
+    const int of_lane = kTwoSteps ? lane.index * S::STATE_STEP * kSize : Math::template lane_b_by_n<S::STATE_STEP>(lane);
+    const u32 from = memory + S::STATE_AT + warp / S::M_TILES * S::NT * 8 * kSize + of_lane;
+    if constexpr (kTwoSteps) {
+      UNROLL_BY(S::HELD || kSteps<S> <= 8 ? kSteps<S> / 2 : 2) for (int k = 0; k < kSteps<S>; k += 2) {
         typename Math::B b[STATES][2][1];
         UNROLL for (int state = 0; state < STATES; ++state) {
           u32 four[4];
@@ -143,24 +162,28 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
             add_products<Math::kStep, S>(y[gate], held, gate, k + i, b[STATES > 1 ? gate : 0][i]);
       }
     } else if constexpr (Math::kFlush > 0) {
-      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
+      UNROLL_BY(2) for (int k = 0; k < kSteps<S>; k += Math::kFlush) {
         Sums<S> part[kGates] = {};
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
-          if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<Math::kStep, S, GATHERED, STATES>(part, held, from, k + j);
+          if (kSteps<S> % Math::kFlush == 0 || k + j < kSteps<S>) step<Math::kStep, S, STATES>(part, held, from, k + j);
         UNROLL for (int gate = 0; gate < kGates; ++gate) add_sums(y[gate], part[gate]);
       }
-      repair<S, GATHERED, STATES>(y);
+      repair<S, false, STATES>(y);
     } else {
-      UNROLL_BY(S::HELD || kSteps <= 8 ? kSteps : 4) for (int k = 0; k < kWhole; ++k)
-        step<Math::kStep, S, GATHERED, STATES>(y, held, from, k);
-      if constexpr (kWhole < kSteps) step<8, S, GATHERED, STATES>(y, held, from, kWhole);
+      UNROLL_BY(S::HELD || kSteps<S> <= 8 ? kSteps<S> : 4) for (int k = 0; k < kWholeSteps<S>; ++k)
+        step<Math::kStep, S, STATES>(y, held, from, k);
+      if constexpr (kWholeSteps<S> < kSteps<S>) step<8, S, STATES>(y, held, from, kWholeSteps<S>);
     }
   }
-  template <int K, class S, bool GATHERED, int STATES>
-  DEVICE void step(Sums<S> (&y)[kGates], const Held<S>& held, u32 from, int k) const {
+  template <int K, class S, int STATES> DEVICE void step(Sums<S> (&y)[kGates], const Held<S>& held, u32 from, int k) const {
     typename Math::B b[S::NT];
     UNROLL for (int gate = 0; gate < kGates; ++gate) {
-      if (gate < STATES) load_operand<K, S, GATHERED>(b, from + gate * kBytes<S, GATHERED>, k * Math::kStep);
+      if (gate < STATES) {
+        u32 columns[S::NT];
+        UNROLL for (int n = 0; n < S::NT; ++n)
+          columns[n] = from + gate * S::kStateBytes + (k * Math::kStep * S::STATE_STEP + n * 8) * kSize;
+        Math::template load_b_by_n<K, S::STATE_STEP, S::NT, 8, false>(b, columns, lane.index);
+      }
       add_products<K, S>(y[gate], held, gate, k, b);
     }
   }
@@ -175,34 +198,73 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         Math::template multiply<K>(y[n], a, b[n]);
     }
   }
-  template <int K, class S, bool GATHERED> DEVICE void load_operand(typename Math::B (&b)[S::NT], u32 from, int k) const {
-    if constexpr (GATHERED) {
-      UNROLL for (int n = 0; n < S::NT; ++n)
-        UNROLL for (int i = 0; i < 2; i += kSize == 2 ? 1 : 2)
-          if (K > 8 || i == 0)
-            load_pair(b[n], i, from + (n * S::PP + k + i * 8) / 8 * 32 * int(sizeof(Both)));
+
+  // The same with what others hand on, of all gates. It lies in pairs along WHOLE as operand B has them in its registers: pairs of
+  // 8 x 8 numbers together, a lane's one behind another's. So it leaves a warp, and comes to one, in lines.
+  template <class S> DEVICE static int pair_of(int column, int k) {
+    return (column / 8 * (S::PP / 8) + k / 8) * 32 + column % 8 * 4 + k % 8 / 2;
+  }
+  template <class S> DEVICE void multiply_handed_on(Sums<S> (&y)[kGates], const Held<S>& held) const {
+    constexpr int kOfStep = kGates * S::NT * Math::kStep / 8 * Both::kWords, kFlush = Math::kFlush > 0 ? Math::kFlush : 1;
+    constexpr int kFit = MOST_WORDS / kOfStep / kFlush * kFlush, kAtOnce = kFit < kFlush ? kFlush : kFit;
+    constexpr int kLeft = kSteps<S> % kAtOnce, kRest = kLeft > 0 ? kLeft : kAtOnce;
+    UNROLL_BY(S::HELD ? kSteps<S> : 1) for (int k = 0; k + kRest < kSteps<S>; k += kAtOnce) add_handed_on<kAtOnce, S>(y, held, k);
+    add_handed_on<kRest, S>(y, held, kSteps<S> - kRest);
+    if constexpr (Math::kRepairs) repair<S, true, kGates>(y);
+  }
+  static constexpr int MOST_WORDS = 32;  // that a lane asks for at once
+  template <int COUNT, class S> DEVICE void add_handed_on(Sums<S> (&y)[kGates], const Held<S>& held, int first) const {
+    constexpr int kTiles = COUNT * Math::kStep / 8;
+    const u32 from = memory + S::GATHERED_AT + (warp / S::M_TILES * S::NT * S::PP / 8 * 32 + lane.index) * int(sizeof(Both));
+    Both both[kGates][S::NT][kTiles];
+    ask([&] {
+      UNROLL for (int gate = 0; gate < kGates; ++gate)
+        UNROLL for (int n = 0; n < S::NT; ++n)
+          UNROLL for (int i = 0; i < kTiles; ++i) {
+            const int tile = first * (Math::kStep / 8) + i;
+            if (S::PP % Math::kStep == 0 || tile < S::PP / 8)
+              load_shared_now(from + gate * S::kGatheredBytes + (n * (S::PP / 8) + tile) * 32 * int(sizeof(Both)),
+                              both[gate][n][i].words);
+            else
+              UNROLL for (u32& word : both[gate][n][i].words) word = 0;
+          }
+    }, both);
+    constexpr int kFlush = Math::kFlush > 0 ? Math::kFlush : COUNT;
+    UNROLL for (int k = 0; k < COUNT; k += kFlush) {
+      Sums<S> part[kGates] = {};
+      UNROLL for (int j = k; j < k + kFlush && j < COUNT; ++j)
+        UNROLL for (int gate = 0; gate < kGates; ++gate) {
+          typename Math::B b[S::NT];
+          UNROLL for (int n = 0; n < S::NT; ++n) as_operand(b[n], both[gate][n], j);
+          if (S::PP % Math::kStep && first + j == kWholeSteps<S>)
+            add_products<8, S>(y[gate], held, gate, first + j, b);
           else
-            Math::template put<false>(b[n], i, 0);
-    } else {
-      u32 columns[S::NT];
-      UNROLL for (int n = 0; n < S::NT; ++n) columns[n] = from + (k * S::STATE_STEP + n * 8) * kSize;
-      Math::template load_b_by_n<K, S::STATE_STEP, S::NT, 8, false>(b, columns, lane.index);
+            add_products<Math::kStep, S>(Math::kFlush > 0 ? part[gate] : y[gate], held, gate, first + j, b);
+        }
+      if constexpr (Math::kFlush > 0)
+        UNROLL for (int gate = 0; gate < kGates; ++gate) add_sums(y[gate], part[gate]);
     }
   }
-  // The i-th register of operand B, of 16 bits, or both
-  DEVICE static void load_pair(typename Math::B& b, int i, u32 from) {
-    if constexpr (kSize == 2) {
-      Math::template put<false>(b, i, load_u32(from));
-    } else if constexpr (kSize == 4) {
-      u32 two[2];
-      load_u32x2(from, two);
-      UNROLL for (int j = 0; j < 2; ++j) Math::template put<false>(b, j, two[j]);
-    } else {
-      double two[2];
-      load_f64x2(from, two[0], two[1]);
-      UNROLL for (int j = 0; j < 2; ++j) Math::template put<false>(b, j, two[j]);
-    }
+  template <int COUNT> DEVICE static void as_operand(typename Math::B& b, const Both (&both)[COUNT], int k) {
+    if constexpr (kSize == 2)
+      UNROLL for (int i = 0; i < 2; ++i) Math::template put<false>(b, i, both[2 * k + i].words[0]);
+    else if constexpr (kSize == 4)
+      UNROLL for (int i = 0; i < 2; ++i) Math::template put<false>(b, i, both[k].words[i]);
+    else
+      UNROLL for (int i = 0; i < 2; ++i) Math::template put<false>(b, i, both[k].of(i));
   }
+  // Until all of a warp's lanes have what `load` loads
+  template <class Load, class Loaded> DEVICE static void ask(const Load& load, const Loaded& loaded) {
+    do load();
+    while (!__all_sync(~0u, is_there(loaded)));
+  }
+  template <class T, int N> DEVICE static bool is_there(const T (&all)[N]) {
+    bool there = true;
+    UNROLL for (const T& each : all) there &= is_there(each);
+    return there;
+  }
+  template <class T> DEVICE static bool is_there(const Numbers<T>& both) { return both.is_there(); }
+  template <class T> DEVICE static bool is_there(const Single<T>& single) { return single.is_there(); }
   // Infinities and NaNs, as chain.cuh's
   template <class S, bool GATHERED, int STATES> DEVICE void repair(Sums<S> (&y)[kGates]) const {
     bool finite = true;
@@ -216,7 +278,8 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
           if (is_finite(y[gate][n][i])) continue;
           const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8;
           const int column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
-          const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * kBytes<S, GATHERED>;
+          const int apart = GATHERED ? S::kGatheredBytes : S::kStateBytes;
+          const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * apart;
           float sum = 0;
           ROLL for (int k = 0; k < S::WHOLE; ++k) {
             const int at = Math::place_of(k, true);
@@ -236,30 +299,21 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
 
   // Handing on
 
-  // What is handed on lies in pairs along WHOLE as operand B has them in its registers: pairs of 8 x 8 numbers together, a lane's
-  // one behind another's. So what a warp has summed leaves it, and comes to a warp, in lines.
-  template <class S> DEVICE static int pair_of(int column, int k) {
-    return (column / 8 * (S::PP / 8) + k / 8) * 32 + column % 8 * 4 + k % 8 / 2;
-  }
   // Where pairs of a lane go that has them on side S: to the block that has row m as its own on the other side, O. 0 is nowhere.
   template <class S> struct Way {
-    u32 sums[2][S::NT], kept[2][S::NT], barrier[2];
+    u32 sums[2][S::NT], kept[2][S::NT];
   };
   template <class S, class O> DEVICE Way<S> way() const {
     Way<S> made;
-    UNROLL for (int h = 0; h < 2; ++h) {
-      made.barrier[h] = in_block(shared + O::BARRIER_AT, owner<S, O>(two<S>(h, 0)));
+    UNROLL for (int h = 0; h < 2; ++h)
       UNROLL for (int n = 0; n < S::NT; ++n) {
         const Two two = this->template two<S>(h, n);
-        const int own = owner<S, O>(two), pair = pair_of<O>(two.unit * O::WIDE + two.m - own * O::OWN, first<S>() + two.n);
-        made.sums[h][n] = two.there ? in_block(memory + O::GATHERED_AT + pair * int(sizeof(Both)), own) : 0;
-        made.kept[h][n] = two.there ? in_block(memory + O::KEPT_AT + pair * 2 * int(sizeof(Real)), own) : 0;
+        const int m = S::kWholeM ? two.m : min(two.m, S::WHOLE - 1), owner = m / O::OWN;
+        const int pair = pair_of<O>(two.unit * O::WIDE + m - owner * O::OWN, first<S>() + two.n);
+        made.sums[h][n] = two.there ? in_block(memory + O::GATHERED_AT + pair * int(sizeof(Both)), owner) : 0;
+        made.kept[h][n] = two.there ? in_block(memory + O::KEPT_AT + pair * int(sizeof(Numbers<Real>)), owner) : 0;
       }
-    }
     return made;
-  }
-  template <class S, class O> DEVICE static int owner(const Two& two) {
-    return (S::kWholeM ? two.m : min(two.m, S::WHOLE - 1)) / O::OWN;
   }
   template <class S, class O> DEVICE void hand_on(const Sums<S> (&y)[kGates], const Way<S>& way) const {
     UNROLL for (int gate = 0; gate < kGates; ++gate)
@@ -267,29 +321,54 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         UNROLL for (int n = 0; n < S::NT; ++n)
           if ((S::kWholeM && S::kWholeN) || way.sums[h][n]) {
             const Both both(Math::rounded(y[gate][n][h * 2]), Math::rounded(y[gate][n][h * 2 + 1]));
-            send_words(way.sums[h][n] + gate * O::kGatheredBytes, both.words, way.barrier[h]);
+            store_in_block(way.sums[h][n] + gate * O::kGatheredBytes, both.words);
           }
   }
   // Two numbers as they are
   template <class S> DEVICE void keep(const Way<S>& way, int h, int n, Real first, Real second) const {
-    const Pair<Real> two(first, second);
-    send_words(way.kept[h][n], reinterpret_cast<const u32(&)[kWords]>(two), way.barrier[h]);
+    store_in_block(way.kept[h][n], Numbers<Real>(first, second).words);
   }
   template <class O> DEVICE u32 kept_at(const Two& two, int i) const {
     return memory + O::KEPT_AT + (pair_of<O>(two.unit * O::WIDE + two.n + i, two.m) * 2 + two.m % 2) * int(sizeof(Real));
   }
-  template <class O> DEVICE Real kept(const Two& two, int i) const { return load_sum(kept_at<O>(two, i), Real()); }
-
-  // What comes to this block when it is to have side O, counted in bytes
-  template <class O> DEVICE u32 bytes(bool sums, bool kept) const {
-    return Pass::UNITS * mine<O>() * O::WHOLE * ((sums ? kGates * kSize : 0) + (kept ? int(sizeof(Real)) : 0));
+  // The same of a lane's own, for itself
+  template <class O> DEVICE void keep_here(const Two& two, const Real (&x)[2]) const {
+    UNROLL for (int i = 0; i < 2; ++i) store_shared_now(kept_at<O>(two, i), Single<Real>(x[i]).words);
   }
-  template <class O> DEVICE void expect(bool sums, bool kept) const { expect_bytes(shared + O::BARRIER_AT, bytes<O>(sums, kept)); }
-  template <class O> DEVICE void wait(u32 step) const { wait_for_bytes(shared + O::BARRIER_AT, step / 2 & 1); }
-  // Before others begin
-  DEVICE void make_barriers() const {
-    init_barrier(shared + Pass::Rows::BARRIER_AT, 1), init_barrier(shared + Pass::Columns::BARRIER_AT, 1);
-    fence_copy_engine();
+  // What a lane's numbers are that have been kept, once they are there
+  template <class O> DEVICE void read_kept(Real (&x)[2][O::NT][2]) const {
+    Single<Real> singles[2][O::NT][2];
+    ask([&] {
+      UNROLL for (int h = 0; h < 2; ++h)
+        UNROLL for (int n = 0; n < O::NT; ++n)
+          UNROLL for (int i = 0; i < 2; ++i)
+            if (const Two two = this->template two<O>(h, n); two.there)
+              load_shared_now(kept_at<O>(two, i), singles[h][n][i].words);
+            else
+              singles[h][n][i].words[0] = 0;
+    }, singles);
+    UNROLL for (int h = 0; h < 2; ++h)
+      UNROLL for (int n = 0; n < O::NT; ++n)
+        UNROLL for (int i = 0; i < 2; ++i) x[h][n][i] = singles[h][n][i].number();
+  }
+  // Bits are set of a warp's share of what has been handed on to side S, and kept for it, where it has been or will be
+  template <class S> DEVICE void clear() const {
+    if (!has_tile<S>(warp)) return;
+    UNROLL for (int n = 0; n < S::NT; ++n)
+      UNROLL for (int tile = 0; tile < 2; ++tile) {
+        const int first = (warp / S::M_TILES * S::NT + n) * 8, column = first + lane.g;
+        const int m = warp % S::M_TILES * 16 + tile * 8 + lane.t * 2, unit = kOne ? 0 : first / S::WIDE;
+        const bool there = (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && column - unit * S::WIDE < mine<S>()));
+        if (!there) continue;
+        const int pair = pair_of<S>(column, m);
+        set_bits(memory + S::KEPT_AT + pair * int(sizeof(Numbers<Real>)), Numbers<Real>());
+        UNROLL for (int gate = 0; gate < kGates; ++gate)
+          set_bits(memory + S::GATHERED_AT + gate * S::kGatheredBytes + pair * int(sizeof(Both)), Both());
+      }
+  }
+  template <class T> DEVICE static void set_bits(u32 to, Numbers<T> both) {
+    UNROLL for (u32& word : both.words) word = ~0u;
+    store_shared_now(to, both.words);
   }
 
   // Nobody leaves while others may still send to it
@@ -306,14 +385,11 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   template <class S> DEVICE Both take(u32 step, int stream, const Two& two) const {
     const u32 from = Base::stream_address(step, stream) + stream_place<S>(two) * kSize;
     Both both;
-    if constexpr (!S::BY_ROWS && kSize == 2) {
-      both.words[0] = load_u32(from);
-    } else if constexpr (kSize == 2) {
-      both.words[0] = load_u16(from) | u32(load_u16(from + S::STREAM_ROW * kSize)) << 16;
-    } else {
-      UNROLL for (int i = 0; i < 2 * Both::kEach; ++i)
-        both.words[i] = load_u32(from + i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4);
-    }
+    if constexpr (kSize == 2)
+      both.words[0] = S::BY_ROWS ? load_u16(from) | u32(load_u16(from + S::STREAM_ROW * kSize)) << 16 : load_u32(from);
+    else
+      UNROLL for (int i = 0; i < Both::kWords; ++i)
+        both.words[i] = load_u32(from + (i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4));
     return both;
   }
   // What a block has of a row
