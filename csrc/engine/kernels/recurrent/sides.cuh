@@ -159,23 +159,34 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         }
         UNROLL for (int i = 0; i < 2; ++i)
           UNROLL for (int gate = 0; gate < kGates; ++gate)
-            add_products<Math::kStep, S>(y[gate], held, gate, k + i, b[STATES > 1 ? gate : 0][i]);
+            add_products<Math::kStep, S>(y[gate], y[gate], held, gate, k + i, b[STATES > 1 ? gate : 0][i]);
       }
     } else if constexpr (Math::kFlush > 0) {
-      UNROLL_BY(2) for (int k = 0; k < kSteps<S>; k += Math::kFlush) {
-        Sums<S> part[kGates] = {};
+      UNROLL_BY(kSteps<S> <= 8 ? 8 : 2) for (int k = 0; k < kSteps<S>; k += Math::kFlush) {
+        Parts<S> parts;
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
-          if (kSteps<S> % Math::kFlush == 0 || k + j < kSteps<S>) step<Math::kStep, S, STATES>(part, held, from, k + j);
-        UNROLL for (int gate = 0; gate < kGates; ++gate) add_sums(y[gate], part[gate]);
+          if (kSteps<S> % Math::kFlush == 0 || k + j < kSteps<S>) step<Math::kStep, S, STATES>(parts.of, held, from, k + j, parts.low);
+        parts.add_to(y);
       }
       repair<S, false, STATES>(y);
     } else {
       UNROLL_BY(S::HELD || kSteps<S> <= 8 ? kSteps<S> : 4) for (int k = 0; k < kWholeSteps<S>; ++k)
-        step<Math::kStep, S, STATES>(y, held, from, k);
-      if constexpr (kWholeSteps<S> < kSteps<S>) step<8, S, STATES>(y, held, from, kWholeSteps<S>);
+        step<Math::kStep, S, STATES>(y, held, from, k, y);
+      if constexpr (kWholeSteps<S> < kSteps<S>) step<8, S, STATES>(y, held, from, kWholeSteps<S>, y);
     }
   }
-  template <int K, class S, int STATES> DEVICE void step(Sums<S> (&y)[kGates], const Held<S>& held, u32 from, int k) const {
+  // Sums of some steps, which begin with zero; of split floats what low parts add lies apart, so that products wait for fewer
+  template <class S> struct Parts {
+    Sums<S> of[kGates] = {}, low[kGates] = {};
+    DEVICE void add_to(Sums<S> (&y)[kGates]) const {
+      UNROLL for (int gate = 0; gate < kGates; ++gate) {
+        add_sums(y[gate], of[gate]);
+        if constexpr (Math::kRepairs) add_sums(y[gate], low[gate]);
+      }
+    }
+  };
+  template <int K, class S, int STATES>
+  DEVICE void step(Sums<S> (&y)[kGates], const Held<S>& held, u32 from, int k, Sums<S> (&low)[kGates]) const {
     typename Math::B b[S::NT];
     UNROLL for (int gate = 0; gate < kGates; ++gate) {
       if (gate < STATES) {
@@ -184,16 +195,18 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
           columns[n] = from + gate * S::kStateBytes + (k * Math::kStep * S::STATE_STEP + n * 8) * kSize;
         Math::template load_b_by_n<K, S::STATE_STEP, S::NT, 8, false>(b, columns, lane.index);
       }
-      add_products<K, S>(y[gate], held, gate, k, b);
+      add_products<K, S>(y[gate], low[gate], held, gate, k, b);
     }
   }
   template <int K, class S>
-  DEVICE void add_products(Sums<S>& y, const Held<S>& held, int gate, int k, const typename Math::B (&b)[S::NT]) const {
+  DEVICE void add_products(Sums<S>& y, Sums<S>& low, const Held<S>& held, int gate, int k, const typename Math::B (&b)[S::NT]) const {
     typename Math::A a;
     if constexpr (!S::HELD) load_rows<K, S>(a, gate, k * Math::kStep);
     UNROLL for (int n = 0; n < S::NT; ++n) {
       if constexpr (S::HELD)
         Math::template multiply<K>(y[n], held.of[gate][k], b[n]);
+      else if constexpr (Math::kRepairs)
+        Math::multiply_apart(y[n], low[n], a, b[n]);
       else
         Math::template multiply<K>(y[n], a, b[n]);
     }
@@ -229,21 +242,25 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
               UNROLL for (u32& word : both[gate][n][i].words) word = 0;
           }
     }, both);
-    constexpr int kFlush = Math::kFlush > 0 ? Math::kFlush : COUNT;
-    UNROLL for (int k = 0; k < COUNT; k += kFlush) {
-      Sums<S> part[kGates] = {};
-      UNROLL for (int j = k; j < k + kFlush && j < COUNT; ++j)
+    const auto add = [&](Sums<S> (&y)[kGates], Sums<S> (&low)[kGates], int begin, int end) {
+      UNROLL for (int j = begin; j < end && j < COUNT; ++j)
         UNROLL for (int gate = 0; gate < kGates; ++gate) {
           typename Math::B b[S::NT];
           UNROLL for (int n = 0; n < S::NT; ++n) as_operand(b[n], both[gate][n], j);
           if (S::PP % Math::kStep && first + j == kWholeSteps<S>)
-            add_products<8, S>(y[gate], held, gate, first + j, b);
+            add_products<8, S>(y[gate], low[gate], held, gate, first + j, b);
           else
-            add_products<Math::kStep, S>(Math::kFlush > 0 ? part[gate] : y[gate], held, gate, first + j, b);
+            add_products<Math::kStep, S>(y[gate], low[gate], held, gate, first + j, b);
         }
-      if constexpr (Math::kFlush > 0)
-        UNROLL for (int gate = 0; gate < kGates; ++gate) add_sums(y[gate], part[gate]);
-    }
+    };
+    if constexpr (Math::kFlush > 0)
+      UNROLL for (int k = 0; k < COUNT; k += Math::kFlush) {
+        Parts<S> parts;
+        add(parts.of, parts.low, k, k + Math::kFlush);
+        parts.add_to(y);
+      }
+    else
+      add(y, y, 0, COUNT);
   }
   template <int COUNT> DEVICE static void as_operand(typename Math::B& b, const Both (&both)[COUNT], int k) {
     if constexpr (kSize == 2)
