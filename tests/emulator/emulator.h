@@ -12,7 +12,6 @@ void* read(uint32_t from, uint32_t bytes);
 void* write(uint32_t to, uint32_t bytes);
 void read_global(const void* from, uint32_t bytes);
 void read_now(const void* from, uint32_t bytes);
-void* shared_now(uint32_t at, uint32_t bytes);
 void write_global(void* to, uint32_t bytes);  // each byte once
 
 // cp.async: lands when it is waited for, and nothing but NaN is there before. Zeros for bytes that are not `read`.

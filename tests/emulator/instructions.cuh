@@ -340,8 +340,5 @@ inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, p
 inline void sync_cluster() { emulator::sync_cluster(); }
 inline void arrive_at_cluster() { emulator::arrive_at_cluster(); }
 inline void wait_at_cluster() { emulator::wait_at_cluster(); }
-template <int N> inline void store_in_block(u32 to, const u32 (&x)[N]) { memcpy(emulator::shared_now(to, N * 4), x, N * 4); }
-template <int N> inline void store_shared_now(u32 to, const u32 (&x)[N]) { store_in_block(to, x); }
-template <int N> inline void load_shared_now(u32 from, u32 (&x)[N]) { memcpy(x, emulator::shared_now(from, N * 4), N * 4); }
 inline void store_in_block(u32 to, float x, float y) { store_f32x2(to, x, y); }
 inline void store_in_block(u32 to, double x, double y) { store_f64x2(to, x, y); }

@@ -28,22 +28,6 @@ void read_now(const void* from, uint32_t bytes) {
     if (at >= buffer.begin && at + bytes <= buffer.begin + buffer.bytes) return;
   error("a read of %u bytes outside of the tensors", bytes);
 }
-// What blocks of a cluster write while others ask for it: in no order but that of who has read something and writes then.
-void* shared_now(uint32_t at, uint32_t bytes) {
-  constexpr long kMost = 200'000'000;
-  static long asked = 0;
-  if (++asked > kMost) error("shared memory asked for, again and again, without an end"), std::_Exit(1);
-  progress();
-  hesitate();
-  if (offset_of(at) % bytes) error("an access to %u bytes at %u, not aligned", bytes, offset_of(at));
-  if (!is_inside("an access", at, bytes)) return nowhere;
-  for (const Cell& cell : cells_at(at, bytes)) {
-    if (cell.arriving || cell.leaving || cell.is_barrier) error("an access at %u, where a copy or a barrier is", offset_of(at));
-    if (!after(cell.writer, cell.written)) error("race: an access at %u and a write of thread %d", offset_of(at), cell.writer);
-    if (!after(cell.reader, cell.read)) error("race: an access at %u and a read of thread %d", offset_of(at), cell.reader);
-  }
-  return memory_at(at);
-}
 void write_global(void* to, uint32_t bytes) { check_global("a write", to, bytes, true); }
 
 void copy(uint32_t to, const void* from, uint32_t bytes, uint32_t read) {

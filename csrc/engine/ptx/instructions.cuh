@@ -463,7 +463,7 @@ DEVICE u32 in_other_block(u32 address) {
                "mapa.shared::cluster.u32 %0, %1, rank; }" : "=r"(there) : "r"(address));
   return there;
 }
-// 16 or 8 bytes on their way to one, which a barrier there counts
+// 16, 8 or 4 bytes on their way to one, which a barrier there counts
 DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
                ::"r"(to), FOUR("r", x), "r"(barrier) : "memory");
@@ -471,6 +471,10 @@ DEVICE void send_words(u32 to, const u32 (&x)[4], u32 barrier) {
 DEVICE void send_words(u32 to, const u32 (&x)[2], u32 barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
                ::"r"(to), TWO("r", x), "r"(barrier) : "memory");
+}
+DEVICE void send_words(u32 to, const u32 (&x)[1], u32 barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(x[0]), "r"(barrier) : "memory");
 }
 DEVICE void store_in_other_block(u32 to, const u32 (&x)[4]) {
   asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), FOUR("r", x) : "memory");
@@ -505,34 +509,4 @@ DEVICE void store_in_block(u32 to, float x, float y) {
 }
 DEVICE void store_in_block(u32 to, double x, double y) {
   asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(to), "d"(x), "d"(y) : "memory");
-}
-// What a block asks for, again and again, while others of its cluster write it: a word, two, or two of 64 bits, each of which
-// comes as a whole.
-template <int N> DEVICE void store_in_block(u32 to, const u32 (&x)[N]) {
-  if constexpr (N == 1)
-    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(x[0]) : "memory");
-  else if constexpr (N == 2)
-    asm volatile("st.relaxed.cluster.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(to), TWO("r", x) : "memory");
-  else
-    asm volatile("{ .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
-                 "st.relaxed.cluster.shared::cluster.v2.b64 [%0], {low, high}; }" ::"r"(to), FOUR("r", x) : "memory");
-}
-// The same in a block's own memory
-template <int N> DEVICE void store_shared_now(u32 to, const u32 (&x)[N]) {
-  if constexpr (N == 1)
-    asm volatile("st.relaxed.cluster.shared::cta.u32 [%0], %1;" ::"r"(to), "r"(x[0]) : "memory");
-  else if constexpr (N == 2)
-    asm volatile("st.relaxed.cluster.shared::cta.v2.u32 [%0], {%1, %2};" ::"r"(to), TWO("r", x) : "memory");
-  else
-    asm volatile("{ .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4};\n"
-                 "st.relaxed.cluster.shared::cta.v2.b64 [%0], {low, high}; }" ::"r"(to), FOUR("r", x) : "memory");
-}
-template <int N> DEVICE void load_shared_now(u32 from, u32 (&x)[N]) {
-  if constexpr (N == 1)
-    asm volatile("ld.relaxed.cluster.shared::cta.u32 %0, [%1];" : "=r"(x[0]) : "r"(from) : "memory");
-  else if constexpr (N == 2)
-    asm volatile("ld.relaxed.cluster.shared::cta.v2.u32 {%0, %1}, [%2];" : TWO("=r", x) : "r"(from) : "memory");
-  else
-    asm volatile("{ .reg .b64 low, high; ld.relaxed.cluster.shared::cta.v2.b64 {low, high}, [%4];\n"
-                 "mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }" : FOUR("=r", x) : "r"(from) : "memory");
 }

@@ -182,11 +182,15 @@ class RecurrentCluster(Pass):
         """A quarter's, of all its warps."""
         return min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // -(-(self.warps + LOADING) // QUARTERS))
 
-    # Shared memory: where rows lie, weights, what is kept of states, inputs of some steps
+    # Shared memory: where rows lie, barriers, weights, what is kept of states, inputs of some steps
+
+    @property
+    def barriers_at(self) -> int:
+        return 2 * self.slots * self.units * NUMBER_BYTES
 
     @property
     def rows_bytes(self) -> int:
-        return round_up(2 * self.slots * self.units * NUMBER_BYTES, 128)
+        return round_up(self.barriers_at + 2 * NUMBER_BYTES, 128)
 
     @property
     def weight_bytes(self) -> int:
@@ -273,6 +277,7 @@ class RecurrentCluster(Pass):
         told |= {"WEIGHT": 0 if i == 0 else self.sides[0].weight_bytes}
         told |= {"STATE_STEP": side.state_step, "STREAM_ROW": side.stream_row}
         told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2]}
+        told |= {"BARRIER_AT": self.barriers_at + i * NUMBER_BYTES}
         told |= {"kStateBytes": side.state_bytes, "kGatheredBytes": side.gathered_bytes}
         return f"struct {name} : Side<{', '.join(map(str, size))}> {{ {' '.join(constants(told))} }};"
 

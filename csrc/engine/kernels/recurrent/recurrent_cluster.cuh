@@ -51,8 +51,6 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Own<Columns> by_columns;
     const auto ready = [&](u32) {
       prepare<Rows, Columns>(by_rows), prepare<Columns, Rows>(by_columns);
-      Base::template clear<Rows>(), Base::template clear<Columns>();
-      __syncwarp();
       Base::template each<Rows>([&](int, int, const Two& two) {
         Real x[2];
         first_state<Rows>(two, x);
@@ -63,27 +61,29 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
         first_state<Columns>(two, x);
         Base::template keep_here<Columns>(two, x);
       });
+      if (threadIdx.x > 0) return;
+      Base::make_barriers();
+      Base::template expect<Columns>(true, false), Base::template expect<Rows>(true, true);
     };
     const auto loader = [&](int thread) {
       return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
         Base::load_stream(to, inputs[stream] + row.at(input_row), step % 2 == 1, unit, thread);
       };
     };
-    Base::walk(loader, ready, [&](u32 step, u32) {
+    Base::walk(loader, ready, [&](u32 step, u32 steps) {
       if (Base::multiplies()) {
         if (step % 2 == 0)
-          go(step, by_rows, by_columns);
+          go(step, step + 1 == steps, by_rows, by_columns);
         else
-          go(step, by_columns, by_rows);
+          go(step, step + 1 == steps, by_columns, by_rows);
       }
       __syncthreads();
     });
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, const Own<S>& from, const Own<O>& to) const {
+  template <class S, class O> DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to) const {
     if (Base::template has_tile<S>(warp)) {
-      Base::template clear<S>();
       Sums<S> y[kGates] = {};
       Base::template multiply<S, 1>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
@@ -96,6 +96,8 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Base::template each<O>([&](int h, int n, const Two& two) {
       UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
     });
+    Base::template wait<O>(step);
+    if (threadIdx.x == 0) Base::template expect<O>(true, true);
     Sums<O> y[kGates] = {};
     Base::template multiply_handed_on<O>(y, to.held);
     Base::template read_kept<O>(state);
@@ -119,7 +121,7 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Base::template each<O>([&](int h, int n, const Two& two) {
       const Real(&x)[2] = state[h][n];
       Base::template give_state<O>(0, two, x[0], x[1]);
-      Base::template keep<O>(to.way, h, n, x[0], x[1]);
+      if (!is_last) Base::template keep<O>(to.way, h, n, x[0], x[1]);
     });
   }
 };

@@ -43,32 +43,34 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Own<Columns> by_columns;
     Grad g = {};
     Read read;
-    const auto ready = [&](u32) {
+    const auto ready = [&](u32 steps) {
       Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held);
       by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
-      Base::template clear<Rows>(), Base::template clear<Columns>();
+      if (threadIdx.x > 0) return;
+      Base::make_barriers();
+      Base::template expect<Columns>(steps > 0, true), Base::template expect<Rows>(steps > 1, true);
     };
     const auto loader = [&](int thread) {
       return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
         Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
       };
     };
-    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32) {
+    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32 steps) {
       if (step % 2 == 0)
-        go(step, by_rows, by_columns, g, read);
+        go(step, steps, by_rows, by_columns, g, read);
       else
-        go(step, by_columns, by_rows, g, read);
+        go(step, steps, by_columns, by_rows, g, read);
     });
     if (Base::multiplies()) {
       if (steps % 2 == 0)
-        end(by_rows, by_columns, g);
+        end(steps, by_rows, by_columns, g);
       else
-        end(by_columns, by_rows, g);
+        end(steps, by_columns, by_rows, g);
     }
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
+  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
     const bool has_tile = Base::multiplies() && Base::template has_tile<S>(warp);
     Row rows[Base::template kSequences<S>];
     Both made[kGates + 1][2][S::NT];  // gradients of the gates' inputs, and what comes to the candidate's product
@@ -94,7 +96,6 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     __syncthreads();
     if (!Base::multiplies()) return;
     if (has_tile) {
-      Base::template clear<S>();
       Sums<S> y[kGates] = {};
       Base::template multiply<S, kGates>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
@@ -111,6 +112,8 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Row ended[Base::template kSequences<O>];
     Base::template read_rows<O>(step, ended);
     read_streams<O>(step + 1, read);
+    Base::template wait<O>(step);
+    if (threadIdx.x == 0) Base::template expect<O>(step + 2 < steps, true);
     Sums<O> y[kGates] = {};
     Base::template multiply_handed_on<O>(y, to.held);
     Real past[2][O::NT][2];
@@ -133,11 +136,12 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     });
   }
   // The parts of the initial state's gradient come together on the other side.
-  template <class S, class O> DEVICE void end(const Own<S>& from, const Own<O>& to, const Grad& g) const {
+  template <class S, class O> DEVICE void end(u32 steps, const Own<S>& from, const Own<O>& to, const Grad& g) const {
     Base::template each<S>([&](int h, int n, const Two& two) {
       Base::template keep<S>(from.way, h, n, g[h][n][0] + from.of_initial[h][n][0], g[h][n][1] + from.of_initial[h][n][1]);
     });
     if (!Base::template has_tile<O>(warp)) return;
+    Base::template wait<O>(steps);
     Real past[2][O::NT][2];
     Base::template read_kept<O>(past);
     Base::template each<O>([&](int h, int n, const Two& two) {

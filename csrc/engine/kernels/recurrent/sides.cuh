@@ -3,12 +3,9 @@
 // every step the other of the two:
 //     own rows of X    -[B]-> own rows of X B'   -(to whose columns they are)-> own columns of X B' -[A]-> own columns of A X B'
 //     own columns of X -[A]-> own columns of A X -(to whose rows they are)->    own rows of A X     -[B]-> own rows of A X B'
-// So a step hands on once, of all gates, and what is kept of a state beside the products, not rounded, follows it to who has it next.
-//
-// Where something is to come, all bits are set until it is there, which they are of no number that is computed (NaNs that
-// instructions make have others): who needs it asks until it is. So no barrier is wider than a block. Once a step's numbers have
-// been read, bits are set again, by the warp that sends, at the next step, to those who have sent them: what these send then to
-// the same place, a step later, they make of that.
+// So a step hands on once, of all gates, and what is kept of a state beside the products goes with that, not rounded. Where it
+// comes to, a barrier counts its bytes: nobody waits for anybody's last step. The next step but one comes to the same place, but
+// not before all others have had what this block makes of this one, which it does when it has read its own.
 //
 // Weights are operand A of both contractions, 16 rows for a warp, of all gates, so that a feature's sums lie in one lane.
 //
@@ -22,7 +19,7 @@
 //
 // With it come HELD, whether weights stay in registers; W_STRIDE and WEIGHT, as chain.cuh's stages have them; in elements,
 // STATE_STEP from one of WHOLE to the next in a state, STREAM_ROW in streams from a line that lies together in memory to the next;
-// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, and kStateBytes and kGatheredBytes of one gate.
+// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
 template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
   static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = true;
@@ -42,6 +39,14 @@ template <class Element> struct alignas(2 * sizeof(Element)) Numbers {
     const Pair<Element> pair(first, second);
     UNROLL for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const u32*>(&pair)[i];
   }
+  DEVICE void load(u32 from) {
+    if constexpr (kWords == 1)
+      words[0] = load_u32(from);
+    else if constexpr (kWords == 2)
+      load_u32x2(from, words);
+    else
+      load_u32x4(from, words);
+  }
   DEVICE Sum<Element> of(int i) const {
     if constexpr (kSize == 8)
       return double_of(words[2 * i], words[2 * i + 1]);
@@ -49,27 +54,6 @@ template <class Element> struct alignas(2 * sizeof(Element)) Numbers {
       return __uint_as_float(words[i]);
     else
       return widen(Element{u16(words[0] >> i * 16)});
-  }
-  // Whether it has come where all bits were set before
-  DEVICE bool is_there() const {
-    bool there = true;
-    UNROLL for (int i = 0; i < kWords; i += kEach) there &= (words[i] & words[i + kEach - 1]) != ~0u;
-    return there;
-  }
-};
-
-// One of them by itself
-template <class Real> struct Single {
-  static constexpr int kWords = sizeof(Real) / 4;
-  u32 words[kWords];
-  DEVICE Single() {}
-  DEVICE explicit Single(Real x) { UNROLL for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const u32*>(&x)[i]; }
-  DEVICE bool is_there() const { return (words[0] & words[kWords - 1]) != ~0u; }
-  DEVICE Real number() const {
-    if constexpr (kWords == 2)
-      return double_of(words[0], words[1]);
-    else
-      return __uint_as_float(words[0]);
   }
 };
 
@@ -230,18 +214,16 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     constexpr int kTiles = COUNT * Math::kStep / 8;
     const u32 from = memory + S::GATHERED_AT + (warp / S::M_TILES * S::NT * S::PP / 8 * 32 + lane.index) * int(sizeof(Both));
     Both both[kGates][S::NT][kTiles];
-    ask([&] {
-      UNROLL for (int gate = 0; gate < kGates; ++gate)
-        UNROLL for (int n = 0; n < S::NT; ++n)
-          UNROLL for (int i = 0; i < kTiles; ++i) {
-            const int tile = first * (Math::kStep / 8) + i;
-            if (S::PP % Math::kStep == 0 || tile < S::PP / 8)
-              load_shared_now(from + gate * S::kGatheredBytes + (n * (S::PP / 8) + tile) * 32 * int(sizeof(Both)),
-                              both[gate][n][i].words);
-            else
-              UNROLL for (u32& word : both[gate][n][i].words) word = 0;
-          }
-    }, both);
+    UNROLL for (int gate = 0; gate < kGates; ++gate)
+      UNROLL for (int n = 0; n < S::NT; ++n)
+        UNROLL for (int i = 0; i < kTiles; ++i) {
+          const int tile = first * (Math::kStep / 8) + i;
+          const u32 at = from + gate * S::kGatheredBytes + (n * (S::PP / 8) + tile) * 32 * int(sizeof(Both));
+          if (S::PP % Math::kStep == 0 || tile < S::PP / 8)
+            both[gate][n][i].load(at);
+          else
+            both[gate][n][i] = Both(0, 0);
+        }
     const auto add = [&](Sums<S> (&y)[kGates], Sums<S> (&low)[kGates], int begin, int end) {
       UNROLL for (int j = begin; j < end && j < COUNT; ++j)
         UNROLL for (int gate = 0; gate < kGates; ++gate) {
@@ -270,18 +252,6 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     else
       UNROLL for (int i = 0; i < 2; ++i) Math::template put<false>(b, i, both[k].of(i));
   }
-  // Until all of a warp's lanes have what `load` loads
-  template <class Load, class Loaded> DEVICE static void ask(const Load& load, const Loaded& loaded) {
-    do load();
-    while (!__all_sync(~0u, is_there(loaded)));
-  }
-  template <class T, int N> DEVICE static bool is_there(const T (&all)[N]) {
-    bool there = true;
-    UNROLL for (const T& each : all) there &= is_there(each);
-    return there;
-  }
-  template <class T> DEVICE static bool is_there(const Numbers<T>& both) { return both.is_there(); }
-  template <class T> DEVICE static bool is_there(const Single<T>& single) { return single.is_there(); }
   // Infinities and NaNs, as chain.cuh's
   template <class S, bool GATHERED, int STATES> DEVICE void repair(Sums<S> (&y)[kGates]) const {
     bool finite = true;
@@ -316,9 +286,10 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
 
   // Handing on
 
-  // Where pairs of a lane go that has them on side S: to the block that has row m as its own on the other side, O. 0 is nowhere.
+  // Where pairs of a lane go that has them on side S: to the block that has row m as its own on the other side, O, and the barrier
+  // there. 0 is nowhere.
   template <class S> struct Way {
-    u32 sums[2][S::NT], kept[2][S::NT];
+    u32 sums[2][S::NT], kept[2][S::NT], barrier[2];
   };
   template <class S, class O> DEVICE Way<S> way() const {
     Way<S> made;
@@ -327,6 +298,7 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         const Two two = this->template two<S>(h, n);
         const int m = S::kWholeM ? two.m : min(two.m, S::WHOLE - 1), owner = m / O::OWN;
         const int pair = pair_of<O>(two.unit * O::WIDE + m - owner * O::OWN, first<S>() + two.n);
+        made.barrier[h] = in_block(shared + O::BARRIER_AT, owner);
         made.sums[h][n] = two.there ? in_block(memory + O::GATHERED_AT + pair * int(sizeof(Both)), owner) : 0;
         made.kept[h][n] = two.there ? in_block(memory + O::KEPT_AT + pair * int(sizeof(Numbers<Real>)), owner) : 0;
       }
@@ -338,54 +310,36 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         UNROLL for (int n = 0; n < S::NT; ++n)
           if ((S::kWholeM && S::kWholeN) || way.sums[h][n]) {
             const Both both(Math::rounded(y[gate][n][h * 2]), Math::rounded(y[gate][n][h * 2 + 1]));
-            store_in_block(way.sums[h][n] + gate * O::kGatheredBytes, both.words);
+            send_words(way.sums[h][n] + gate * O::kGatheredBytes, both.words, way.barrier[h]);
           }
   }
   // Two numbers as they are
   template <class S> DEVICE void keep(const Way<S>& way, int h, int n, Real first, Real second) const {
-    store_in_block(way.kept[h][n], Numbers<Real>(first, second).words);
+    send_words(way.kept[h][n], Numbers<Real>(first, second).words, way.barrier[h]);
   }
   template <class O> DEVICE u32 kept_at(const Two& two, int i) const {
     return memory + O::KEPT_AT + (pair_of<O>(two.unit * O::WIDE + two.n + i, two.m) * 2 + two.m % 2) * int(sizeof(Real));
   }
   // The same of a lane's own, for itself
   template <class O> DEVICE void keep_here(const Two& two, const Real (&x)[2]) const {
-    UNROLL for (int i = 0; i < 2; ++i) store_shared_now(kept_at<O>(two, i), Single<Real>(x[i]).words);
+    UNROLL for (int i = 0; i < 2; ++i) store_shared(kept_at<O>(two, i), x[i]);
   }
-  // What a lane's numbers are that have been kept, once they are there
   template <class O> DEVICE void read_kept(Real (&x)[2][O::NT][2]) const {
-    Single<Real> singles[2][O::NT][2];
-    ask([&] {
-      UNROLL for (int h = 0; h < 2; ++h)
-        UNROLL for (int n = 0; n < O::NT; ++n)
-          UNROLL for (int i = 0; i < 2; ++i)
-            if (const Two two = this->template two<O>(h, n); two.there)
-              load_shared_now(kept_at<O>(two, i), singles[h][n][i].words);
-            else
-              singles[h][n][i].words[0] = 0;
-    }, singles);
-    UNROLL for (int h = 0; h < 2; ++h)
-      UNROLL for (int n = 0; n < O::NT; ++n)
-        UNROLL for (int i = 0; i < 2; ++i) x[h][n][i] = singles[h][n][i].number();
+    each<O>([&](int h, int n, const Two& two) {
+      UNROLL for (int i = 0; i < 2; ++i) x[h][n][i] = load_sum(kept_at<O>(two, i), Real());
+    });
   }
-  // Bits are set of a warp's share of what has been handed on to side S, and kept for it, where it has been or will be
-  template <class S> DEVICE void clear() const {
-    if (!has_tile<S>(warp)) return;
-    UNROLL for (int n = 0; n < S::NT; ++n)
-      UNROLL for (int tile = 0; tile < 2; ++tile) {
-        const int first = (warp / S::M_TILES * S::NT + n) * 8, column = first + lane.g;
-        const int m = warp % S::M_TILES * 16 + tile * 8 + lane.t * 2, unit = kOne ? 0 : first / S::WIDE;
-        const bool there = (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && column - unit * S::WIDE < mine<S>()));
-        if (!there) continue;
-        const int pair = pair_of<S>(column, m);
-        set_bits(memory + S::KEPT_AT + pair * int(sizeof(Numbers<Real>)), Numbers<Real>());
-        UNROLL for (int gate = 0; gate < kGates; ++gate)
-          set_bits(memory + S::GATHERED_AT + gate * S::kGatheredBytes + pair * int(sizeof(Both)), Both());
-      }
+
+  // What comes to this block when it is to have side O, counted in bytes
+  template <class O> DEVICE void expect(bool sums, bool kept) const {
+    const int of_feature = (sums ? kGates * kSize : 0) + (kept ? int(sizeof(Real)) : 0);
+    expect_bytes(shared + O::BARRIER_AT, Pass::UNITS * mine<O>() * O::WHOLE * of_feature);
   }
-  template <class T> DEVICE static void set_bits(u32 to, Numbers<T> both) {
-    UNROLL for (u32& word : both.words) word = ~0u;
-    store_shared_now(to, both.words);
+  template <class O> DEVICE void wait(u32 step) const { wait_for_bytes(shared + O::BARRIER_AT, step / 2 & 1); }
+  // Before others begin
+  DEVICE void make_barriers() const {
+    init_barrier(shared + Pass::Rows::BARRIER_AT, 1), init_barrier(shared + Pass::Columns::BARRIER_AT, 1);
+    fence_copy_engine();
   }
 
   // Nobody leaves while others may still send to it
