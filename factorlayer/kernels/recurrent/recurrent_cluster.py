@@ -15,7 +15,6 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.recurrent.recurrent import (
     FUNCTIONS,
-    LOADING,
     NUMBER_BYTES,
     OF_INSTRUCTION,
     OF_PRODUCT,
@@ -35,7 +34,7 @@ from factorlayer.maths.recurrence import GATES, Recurrence
 CLUSTERS = (2, 4, 8)  # blocks, as any GPU with clusters has
 SEQUENCES = (1, 2, 4, 8)  # of a cluster
 SHARES = (1, 2, 4)  # 8 columns of a warp at once
-MOST_WARPS = 15  # beside the one that brings inputs
+MOST_WARPS = 16
 QUARTERS = 4  # of a multiprocessor, which have registers and a matrix unit of their own
 MOST_REGISTERS = 255  # of a thread
 OF_ODD = 28  # of a thread, about, where some numbers of a tile are not there
@@ -167,7 +166,7 @@ class RecurrentCluster(Pass):
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps + LOADING)
+        return 32 * self.warps
 
     other_registers, of_columns = 48, 40  # of a thread, about, beside weights, and for every 8 columns
 
@@ -180,7 +179,7 @@ class RecurrentCluster(Pass):
     @property
     def most_registers(self) -> int:
         """A quarter's, of all its warps."""
-        return min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // -(-(self.warps + LOADING) // QUARTERS))
+        return min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // -(-self.warps // QUARTERS))
 
     # Shared memory: where rows lie, barriers, weights, what is kept of states, inputs of some steps
 

@@ -70,36 +70,43 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
         Base::load_stream(to, inputs[stream] + row.at(input_row), step % 2 == 1, unit, thread);
       };
     };
-    Base::walk(loader, ready, [&](u32 step, u32 steps) {
-      if (Base::multiplies()) {
-        if (step % 2 == 0)
-          go(step, step + 1 == steps, by_rows, by_columns);
-        else
-          go(step, step + 1 == steps, by_columns, by_rows);
-      }
-      __syncthreads();
+    Base::template walk_together<Pass::SLOTS - 1>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
+      if (step % 2 == 0)
+        go(step, step + 1 == steps, by_rows, by_columns, meanwhile);
+      else
+        go(step, step + 1 == steps, by_columns, by_rows, meanwhile);
     });
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to) const {
+  template <class S, class O, class Meanwhile>
+  DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to, const Meanwhile& meanwhile) const {
     if (Base::template has_tile<S>(warp)) {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, 1>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
     }
-    if (!Base::template has_tile<O>(warp)) return;
     Both x[kGates][2][O::NT];
-    Real state[2][O::NT][2];
     Row rows[Base::template kSequences<O>], next[Base::template kSequences<O>];
-    Base::template read_rows<O>(step, rows), Base::template read_rows<O>(step + 1, next);
-    Base::template each<O>([&](int h, int n, const Two& two) {
-      UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
-    });
+    if (Base::template has_tile<O>(warp)) {
+      Base::template read_rows<O>(step, rows), Base::template read_rows<O>(step + 1, next);
+      Base::template each<O>([&](int h, int n, const Two& two) {
+        UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
+      });
+    }
+    meanwhile();
+    if (Base::template has_tile<O>(warp)) end(step, is_last, to, x, rows, next);
+    Base::next_is_there();
+  }
+  // The sums of all gates, and the new state
+  template <class O>
+  DEVICE void end(u32 step, bool is_last, const Own<O>& to, const Both (&x)[kGates][2][O::NT],
+                  const Row (&rows)[Base::template kSequences<O>], const Row (&next)[Base::template kSequences<O>]) const {
     Base::template wait<O>(step);
     if (threadIdx.x == 0) Base::template expect<O>(true, true);
     Sums<O> y[kGates] = {};
     Base::template multiply_handed_on<O>(y, to.held);
+    Real state[2][O::NT][2];
     Base::template read_kept<O>(state);
     Base::template each<O>([&](int h, int n, const Two&) {
       UNROLL for (int i = 0; i < 2; ++i) {

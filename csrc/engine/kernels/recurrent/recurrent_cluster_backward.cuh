@@ -55,23 +55,22 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
       };
     };
-    const u32 steps = Base::walk(loader, ready, [&](u32 step, u32 steps) {
+    const u32 steps = Base::template walk_together<Pass::SLOTS>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
       if (step % 2 == 0)
-        go(step, steps, by_rows, by_columns, g, read);
+        go(step, steps, by_rows, by_columns, g, read, meanwhile);
       else
-        go(step, steps, by_columns, by_rows, g, read);
+        go(step, steps, by_columns, by_rows, g, read, meanwhile);
     });
-    if (Base::multiplies()) {
-      if (steps % 2 == 0)
-        end(steps, by_rows, by_columns, g);
-      else
-        end(steps, by_columns, by_rows, g);
-    }
+    if (steps % 2 == 0)
+      end(steps, by_rows, by_columns, g);
+    else
+      end(steps, by_columns, by_rows, g);
     Base::leave();
   }
 
-  template <class S, class O> DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g, Read& read) const {
-    const bool has_tile = Base::multiplies() && Base::template has_tile<S>(warp);
+  template <class S, class O, class Meanwhile>
+  DEVICE void go(u32 step, u32 steps, const Own<S>& from, Own<O>& to, Grad& g, Read& read, const Meanwhile& meanwhile) const {
+    const bool has_tile = Base::template has_tile<S>(warp);
     Row rows[Base::template kSequences<S>];
     Both made[kGates + 1][2][S::NT];  // gradients of the gates' inputs, and what comes to the candidate's product
     if (has_tile) {
@@ -93,8 +92,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         Base::template keep<S>(from.way, h, n, mine[0], mine[1]);
       });
     }
-    __syncthreads();
-    if (!Base::multiplies()) return;
+    Base::next_is_there();
     if (has_tile) {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, kGates>(y, from.held);
@@ -108,10 +106,13 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         Base::template give<S>(beside + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made[kGates][h][n]);
       });
     }
-    if (!Base::template has_tile<O>(warp)) return;
     Row ended[Base::template kSequences<O>];
-    Base::template read_rows<O>(step, ended);
-    read_streams<O>(step + 1, read);
+    if (Base::template has_tile<O>(warp)) {
+      Base::template read_rows<O>(step, ended);
+      read_streams<O>(step + 1, read);
+    }
+    meanwhile();
+    if (!Base::template has_tile<O>(warp)) return;
     Base::template wait<O>(step);
     if (threadIdx.x == 0) Base::template expect<O>(step + 2 < steps, true);
     Sums<O> y[kGates] = {};

@@ -1,6 +1,6 @@
-// What recurrent kernels share whose blocks take UNITS sequences through all their steps: warps that multiply, and behind them one
-// more that brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All come to the same barriers: when
-// a step ends, what the next one reads is there.
+// What recurrent kernels share whose blocks take UNITS sequences through all their steps: warps that multiply, and behind them maybe
+// one more that brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All come to the same barriers:
+// when a step ends, what the next one reads is there.
 //
 // Pass: what chain.cuh asks for; CLUSTER, blocks along y that take the same sequences; SLOTS, STREAMS, tensors with a row for each
 //       step that is read; kWalk, the place from which on is said where rows lie (recurrent_rows.cuh); kRowsAt, kStreamsAt,
@@ -57,11 +57,8 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();
-    if constexpr (Base::Math::kRounds) {
-      if (multiplies()) Base::round_weights();
-      __syncthreads();
-    }
     if (multiplies()) {
+      Base::round_weights();
       ready(steps);
     } else {
       ahead.advance(0);
@@ -82,6 +79,39 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     }
     wait_for_copies<0>();
     return steps;
+  }
+  // The same without a warp for it: all threads bring what is read, AHEAD steps ahead, when step calls what it is given. They meet
+  // at next_is_there() once a step.
+  template <int AHEAD, class Loader, class Ready, class Go>
+  DEVICE u32 walk_together(const Loader& loader, const Ready& ready, const Go& go) const {
+    const Walk walk(params, Pass::kWalk);
+    const u32 steps = walk.longest(begin, Pass::UNITS, units);
+    const int thread = threadIdx.x;
+    const bool reads_rows = thread < Pass::UNITS, warp_reads_rows = thread < 32;
+    const auto load = loader(thread);
+    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
+    for (int at = thread * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
+    ahead.advance(0);
+    for (u32 step = 0; step < kCodes - 1; ++step)
+      if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
+    __syncthreads();
+    Base::hold_weights(*this);
+    ready(steps);
+    for (u32 step = 0; step < AHEAD; ++step) bring(step, load);
+    wait_for_copies<AHEAD - 1>();
+    sync_all();
+    ROLL for (u32 step = 0; step < steps; ++step)
+      go(step, steps, [&] {
+        if (warp_reads_rows)
+          if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
+        bring(step + AHEAD, load);
+      });
+    wait_for_copies<0>();
+    return steps;
+  }
+  DEVICE static void next_is_there() {
+    wait_for_copies<Pass::SLOTS - 2>();
+    __syncthreads();
   }
   // All blocks that take the same sequences
   DEVICE static void sync_all() {

@@ -378,10 +378,10 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     constexpr int kEach = kPiece / kSize, kPieces = kLine / kEach;
     from += i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1);
     to += unit * kLines * S::STREAM_ROW * kSize;
-    constexpr int kAll = kLines * kPieces, kCount = ceil_div(kAll, 32);
+    constexpr int kAll = kLines * kPieces, kThreads = Pass::WARPS * 32, kCount = ceil_div(kAll, kThreads);
     UNROLL_BY(kCount <= 16 ? kCount : 8) for (int i = 0; i < kCount; ++i) {
-      const int j = thread + i * 32, line = j / kPieces, piece = j % kPieces * kEach;
-      if ((kAll % 32 == 0 || j < kAll) && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()))
+      const int j = thread + i * kThreads, line = j / kPieces, piece = j % kPieces * kEach;
+      if ((kAll % kThreads == 0 || j < kAll) && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()))
         copy_async<kPiece>(to + (line * S::STREAM_ROW + piece) * kSize, from + line * (kStep / kSize) + piece, true);
     }
   }
