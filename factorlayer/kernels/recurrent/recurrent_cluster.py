@@ -25,7 +25,6 @@ from factorlayer.kernels.recurrent.recurrent import (
     SLOTS,
     STEPS,
     function_type,
-    issued_us,
 )
 from factorlayer.kernels.stages import INSTRUCTIONS, row_step
 from factorlayer.kernels.work import round_up
@@ -38,7 +37,11 @@ MOST_WARPS = 16
 QUARTERS = 4  # of a multiprocessor, which have registers and a matrix unit of their own
 MOST_REGISTERS = 255  # of a thread
 OF_ODD = 28  # of a thread, about, where some numbers of a tile are not there
-HANDED_ON_US = 0.2  # a cluster's barrier, measured: from what a block has made to what another one reads of it
+ROOM = 15 / 16  # of the multiprocessors, that large clusters fit into
+RESERVED = 1024  # bytes of shared memory that every block has beside its own
+# From what a block has made to what another one reads of it, and bytes in a microsecond that a multiprocessor hands on,
+# measured on an H200 with clusters of 2, 4 and 8 blocks
+HANDED_ON_US, HANDED_ON_BYTES = 0.11, 37000
 SIDES = "Rows", "Columns"  # as kernels name them
 HELD = (True, True), (True, False), (False, True), (False, False)  # weights of which factor stay in registers
 
@@ -226,37 +229,56 @@ class RecurrentCluster(Pass):
             f"inputs {self.slots} steps ahead"
         )
 
+    # Time
+
     def us_of(self, batch: int) -> float:
+        """Where there are more clusters than places for them, two blocks may share a multiprocessor."""
         clusters = -(-batch // self.units)
-        return STEPS * self.step_us * -(-clusters // (self.gpu.sms // self.cluster))
+        places = int(self.gpu.sms * ROOM) // self.cluster
+        ways = range(1, max(1, min(self.beside_others, -(-clusters // places))) + 1)
+        return STEPS * min(self._step_us(each) * -(-clusters // (places * each)) for each in ways)
+
+    @property
+    def beside_others(self) -> int:
+        """Blocks that a multiprocessor has room for."""
+        of_warp = 32 * round_up(min(self.registers, MOST_REGISTERS), 8)
+        by_registers = REGISTERS // (of_warp * round_up(self.warps, QUARTERS))
+        return min(by_registers, (self.gpu.shared + RESERVED) // (self.shared + RESERVED))
 
     @property
     def step_us(self) -> float:
-        """Microseconds of a step, which ends on either side in turn."""
-        gpu = self.gpu
-        one = [self._contraction_us(i, self.states, GATES * 2) for i in (0, 1)]
-        two = [self._contraction_us(i, GATES, 0) + self._gates_us(self.sides[i]) for i in (0, 1)]
-        return sum(one + two) / 2 + HANDED_ON_US + OF_STEP / gpu.rates.cycles
+        return self._step_us(1)
 
-    def _contraction_us(self, i: int, states: int, sent: int) -> float:
-        """Of all gates, for so many states; `sent` pairs of sums for every 8 columns of a warp are handed on."""
+    def _step_us(self, blocks: int) -> float:
+        """Microseconds of a step, which ends on either side in turn, with so many blocks on a multiprocessor."""
+        first = [self._contraction_us(i, self.states, blocks) for i in (0, 1)]
+        last = [self._contraction_us(i, GATES, blocks) + self._gates_us(i, blocks) for i in (0, 1)]
+        of_feature = GATES * self.size + self.sides[0].real
+        handed_on = blocks * self.units * max(side.own * side.whole for side in self.sides) * of_feature
+        exchange = HANDED_ON_US + handed_on / HANDED_ON_BYTES
+        return sum(first + last) / 2 + exchange + OF_STEP / self.gpu.rates.cycles
+
+    def _contraction_us(self, i: int, states: int, blocks: int) -> float:
+        """Of all gates, for so many states."""
         side, gpu = self.sides[i], self.gpu
         wide = 16 if self.size == 2 else 8
         steps = -(-side.whole // wide)
         of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
         of_a = 0 if self.held[i] else of_a
-        each = steps * (GATES * of_a + side.nt * (states * of_b + GATES * of_product)) + side.nt * sent * OF_TWO_SUMS
+        each = steps * (GATES * of_a + side.nt * (states * of_b + GATES * of_product)) + side.nt * GATES * OF_TWO_SUMS
         rate = gpu.flops[self.dtype] / (2 if wide == 16 else 1)  # a table has those of warpgroups
         multiply = 2 * round_up(side.tiles, QUARTERS) * GATES * side.nt * 128 * steps * wide / rate
         waits = (steps * OF_PRODUCT + each * OF_INSTRUCTION) / gpu.rates.cycles
-        return max(multiply, waits, side.tiles * each / gpu.instructions)
+        return max(blocks * multiply, waits, blocks * side.tiles * each / gpu.instructions)
 
-    of_two = OF_TWO
-    functions_of_feature = FUNCTIONS
+    of_two, functions_of_feature = OF_TWO, FUNCTIONS
 
-    def _gates_us(self, side: Side) -> float:
-        special = self.units * side.own * side.whole * self.functions_of_feature / self.gpu.rates.special_functions
-        return max(special, issued_us(2 * side.nt * self.of_two, side.tiles, self.gpu))
+    def _gates_us(self, i: int, blocks: int) -> float:
+        side, gpu = self.sides[i], self.gpu
+        functions = self.units * side.own * side.whole * self.functions_of_feature / gpu.rates.special_functions
+        instructions = 2 * side.nt * self.of_two
+        waits = instructions * OF_INSTRUCTION / gpu.rates.cycles
+        return max(blocks * functions, waits, blocks * side.tiles * instructions / gpu.instructions)
 
     # What its kernel is told
 
