@@ -25,6 +25,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.maths.steps import Walk, naive
+from factorlayer.plan.planner import plan_of
 
 if TYPE_CHECKING:
     from emulator.driver import Emulator
@@ -338,6 +339,18 @@ def products_of(case: Case, inputs: Inputs, before: Tensor) -> list[Tensor]:
     if case.reset == "before":
         before = torch.sigmoid(inputs.gates[0].double() + reset) * before
     return [reset, update, product(2, before)]
+
+
+def test_clusters_share_out_large_factors() -> None:
+    def taken(chain: Chain, dtype: str, arch: int = 90, reset: str = "after", asked: str = "") -> type[Pass]:
+        text = Recurrence(replace(chain, bias=reset == "after"), reset).text  # type: ignore[arg-type]
+        return type(plan_of(text + asked, dtype, 0, Gpu.of(arch)).passes[-1])
+
+    large = kronecker(64, 64)
+    assert taken(large, "bfloat16") is taken(large, "float32") is RecurrentCluster
+    assert taken(kronecker(48, 96), "tf32", asked=" | backward") is RecurrentClusterBackward
+    assert taken(large, "bfloat16", 80) is taken(large, "bfloat16", reset="before") is Recurrent
+    assert taken(kronecker(4, 4), "bfloat16") is Recurrent
 
 
 def test_pairs_of_elements_are_those_of_a_dtype() -> None:

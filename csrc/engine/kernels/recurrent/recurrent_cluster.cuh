@@ -70,38 +70,59 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
         Base::load_stream(to, inputs[stream] + row.at(input_row), step % 2 == 1, unit, thread);
       };
     };
-    Base::template walk_together<Pass::SLOTS - 1>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
-      if (step % 2 == 0)
-        go(step, step + 1 == steps, by_rows, by_columns, meanwhile);
-      else
-        go(step, step + 1 == steps, by_columns, by_rows, meanwhile);
-    });
+    Made made;
+    const u32 steps =
+        Base::template walk_together<Pass::SLOTS - 1>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
+          if (step % 2 == 0)
+            go(step, step + 1 == steps, by_rows, by_columns, made, meanwhile);
+          else
+            go(step, step + 1 == steps, by_columns, by_rows, made, meanwhile);
+        });
+    if (steps % 2 == 0)
+      give_made<Rows>(made);
+    else
+      give_made<Columns>(made);
     Base::leave();
   }
 
+  // What a step has made of a lane's features, on either side, until it is on its way to memory: while others are waited for
+  static constexpr int kMost = Rows::NT > Columns::NT ? Rows::NT : Columns::NT;
+  struct Made {
+    Both of[2][kMost];
+    Row rows[Base::kOne ? 1 : kMost] = {};
+  };
+  template <class S> DEVICE void give_made(const Made& made) const {
+    Base::template each<S>([&](int h, int n, const Two& two) {
+      const Row row = made.rows[n % Base::template kSequences<S>];
+      if (row.there()) Base::template give<S>(output + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made.of[h][n]);
+    });
+  }
+
   template <class S, class O, class Meanwhile>
-  DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to, const Meanwhile& meanwhile) const {
+  DEVICE void go(u32 step, bool is_last, const Own<S>& from, const Own<O>& to, Made& made, const Meanwhile& meanwhile) const {
     if (Base::template has_tile<S>(warp)) {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, 1>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
+      give_made<S>(made);
     }
     Both x[kGates][2][O::NT];
-    Row rows[Base::template kSequences<O>], next[Base::template kSequences<O>];
+    Row next[Base::template kSequences<O>];
     if (Base::template has_tile<O>(warp)) {
-      Base::template read_rows<O>(step, rows), Base::template read_rows<O>(step + 1, next);
+      UNROLL for (int n = 0; n < Base::template kSequences<O>; ++n)
+        made.rows[n] = Base::template row_of<O>(step, n), next[n] = Base::template row_of<O>(step + 1, n);
       Base::template each<O>([&](int h, int n, const Two& two) {
         UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
       });
     }
     meanwhile();
-    if (Base::template has_tile<O>(warp)) end(step, is_last, to, x, rows, next);
+    if (Base::template has_tile<O>(warp)) end(step, is_last, to, x, made, next);
     Base::next_is_there();
   }
   // The sums of all gates, and the new state
   template <class O>
-  DEVICE void end(u32 step, bool is_last, const Own<O>& to, const Both (&x)[kGates][2][O::NT],
-                  const Row (&rows)[Base::template kSequences<O>], const Row (&next)[Base::template kSequences<O>]) const {
+  DEVICE void end(u32 step, bool is_last, const Own<O>& to, const Both (&x)[kGates][2][O::NT], Made& made,
+                  const Row (&next)[Base::template kSequences<O>]) const {
     Base::template wait<O>(step);
     if (threadIdx.x == 0) Base::template expect<O>(true, true);
     Sums<O> y[kGates] = {};
@@ -109,18 +130,15 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Real state[2][O::NT][2];
     Base::template read_kept<O>(state);
     Base::template each<O>([&](int h, int n, const Two&) {
+      const bool there = made.rows[n % Base::template kSequences<O>].there();
       UNROLL for (int i = 0; i < 2; ++i) {
         Real product = y[2][n][h * 2 + i];
         if constexpr (Pass::HAS_BIAS) product += to.bias[h][n][i];
         const Real r = gate.of(x[0][h][n].of(i) + y[0][n][h * 2 + i]), z = gate.of(x[1][h][n].of(i) + y[1][n][h * 2 + i]);
-        const Real made = candidate.of(x[2][h][n].of(i) + r * product);
-        state[h][n][i] = rows[n % Base::template kSequences<O>].there() ? made + z * (state[h][n][i] - made) : state[h][n][i];
+        const Real given = candidate.of(x[2][h][n].of(i) + r * product);
+        state[h][n][i] = there ? given + z * (state[h][n][i] - given) : state[h][n][i];
       }
-    });
-    Base::template each<O>([&](int h, int n, const Two& two) {
-      const Row row = rows[n % Base::template kSequences<O>];
-      const Real(&x)[2] = state[h][n];
-      if (row.there()) Base::template give<O>(output + row.at(Pass::HIDDEN) + Base::template feature<O>(two), Both(x[0], x[1]));
+      made.of[h][n] = Both(state[h][n][0], state[h][n][1]);
     });
     Base::template each<O>([&](int h, int n, const Two& two) {
       if (next[n % Base::template kSequences<O>].starts()) first_state<O>(two, state[h][n]);

@@ -92,8 +92,11 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   }
   // What a step is to a lane's sequences
   template <class S> static constexpr int kSequences = kOne ? 1 : S::NT;
+  template <class S> DEVICE Row row_of(u32 step, int n) const {
+    return Base::row(step, min(two<S>(0, n).unit, Pass::UNITS - 1));
+  }
   template <class S> DEVICE void read_rows(u32 step, Row (&rows)[kSequences<S>]) const {
-    UNROLL for (int n = 0; n < kSequences<S>; ++n) rows[n] = Base::row(step, min(two<S>(0, n).unit, Pass::UNITS - 1));
+    UNROLL for (int n = 0; n < kSequences<S>; ++n) rows[n] = row_of<S>(step, n);
   }
   // Where the first of two is in a tensor's row, and how far the second one is behind it
   template <class S> static constexpr int kApart = S::BY_ROWS ? S::WHOLE : 1;
