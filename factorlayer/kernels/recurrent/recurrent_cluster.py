@@ -83,7 +83,7 @@ class Side:
 
     @property
     def weight_bytes(self) -> int:
-        return GATES * round_up(self.whole, 16) * row_step(self.whole, self.dtype) * self.size
+        return round_up(GATES * round_up(self.whole, 16) * row_step(self.whole, self.dtype) * self.size, 128)
 
     @property
     def state_step(self) -> int:
@@ -196,7 +196,12 @@ class RecurrentCluster(Pass):
 
     @property
     def weight_bytes(self) -> int:
-        return round_up(sum(side.weight_bytes for side in self.sides), 128)
+        """Of weights that do not stay in registers. The others lie behind them, until these have them."""
+        return sum(side.weight_bytes for side, stays in zip(self.sides, self.held, strict=True) if not stays)
+
+    def _weight_at(self, i: int) -> int:
+        before = sum(self.sides[j].weight_bytes for j in range(i) if self.held[j] == self.held[i])
+        return before + (self.weight_bytes if self.held[i] else 0)
 
     @cached_property
     def places(self) -> list[int]:
@@ -218,7 +223,8 @@ class RecurrentCluster(Pass):
 
     @property
     def shared(self) -> int:
-        return self.streams_at + self.slots * self.streams * self.stream_bytes
+        loaded = self.rows_bytes + sum(side.weight_bytes for side in self.sides)
+        return max(loaded, self.streams_at + self.slots * self.streams * self.stream_bytes)
 
     @property
     def details(self) -> str:
@@ -295,7 +301,7 @@ class RecurrentCluster(Pass):
         side, places = self.sides[i], self.places[3 * i :]
         size = [side.whole, side.other, side.own, self.units, str(side.by_rows).lower(), side.nt]
         told: Told = {"HELD": self.held[i], "W_STRIDE": row_step(side.whole, self.dtype)}
-        told |= {"WEIGHT": 0 if i == 0 else self.sides[0].weight_bytes}
+        told |= {"WEIGHT": self._weight_at(i)}
         told |= {"STATE_STEP": side.state_step, "STREAM_ROW": side.stream_row}
         told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2]}
         told |= {"BARRIER_AT": self.barriers_at + i * NUMBER_BYTES}

@@ -29,7 +29,6 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Real bias[2][S::NT][2];
   };
   template <class S, class O> DEVICE void prepare(Own<S>& own) const {
-    Base::template hold<S>(own.held);
     own.way = Base::template way<S, O>();
     if constexpr (Pass::HAS_BIAS)
       Base::template each<S>([&](int h, int n, const Two& two) {
@@ -49,6 +48,7 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
                                      tensor_at<Element>(params, Pass::kInputs + 1)};
     Own<Rows> by_rows;
     Own<Columns> by_columns;
+    const auto hold = [&] { Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held); };
     const auto ready = [&](u32) {
       prepare<Rows, Columns>(by_rows), prepare<Columns, Rows>(by_columns);
       Base::template each<Rows>([&](int, int, const Two& two) {
@@ -72,7 +72,7 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     };
     Made made;
     const u32 steps =
-        Base::template walk_together<Pass::SLOTS - 1>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
+        Base::template walk_together<Pass::SLOTS - 1>(hold, loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
           if (step % 2 == 0)
             go(step, step + 1 == steps, by_rows, by_columns, made, meanwhile);
           else

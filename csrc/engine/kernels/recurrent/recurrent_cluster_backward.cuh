@@ -43,8 +43,8 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Own<Columns> by_columns;
     Grad g = {};
     Read read;
+    const auto hold = [&] { Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held); };
     const auto ready = [&](u32 steps) {
-      Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held);
       by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
       if (threadIdx.x > 0) return;
       Base::make_barriers();
@@ -55,7 +55,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
       };
     };
-    const u32 steps = Base::template walk_together<Pass::SLOTS>(loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
+    const u32 steps = Base::template walk_together<Pass::SLOTS>(hold, loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
       if (step % 2 == 0)
         go(step, steps, by_rows, by_columns, g, read, meanwhile);
       else

@@ -81,21 +81,23 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     return steps;
   }
   // The same without a warp for it: all threads bring what is read, AHEAD steps ahead, when step calls what it is given. They meet
-  // at next_is_there() once a step.
-  template <int AHEAD, class Loader, class Ready, class Go>
-  DEVICE u32 walk_together(const Loader& loader, const Ready& ready, const Go& go) const {
+  // at next_is_there() once a step. Behind `hold` nobody reads weights that lie where states will.
+  template <int AHEAD, class Hold, class Loader, class Ready, class Go>
+  DEVICE u32 walk_together(const Hold& hold, const Loader& loader, const Ready& ready, const Go& go) const {
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
     const int thread = threadIdx.x;
     const bool reads_rows = thread < Pass::UNITS, warp_reads_rows = thread < 32;
     const auto load = loader(thread);
     Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
-    for (int at = thread * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
+    Base::hold_weights(*this);
+    hold();
     ahead.advance(0);
     for (u32 step = 0; step < kCodes - 1; ++step)
       if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
     __syncthreads();
-    Base::hold_weights(*this);
+    for (int at = thread * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
+    __syncthreads();
     ready(steps);
     for (u32 step = 0; step < AHEAD; ++step) bring(step, load);
     wait_for_copies<AHEAD - 1>();

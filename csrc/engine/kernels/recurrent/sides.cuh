@@ -115,7 +115,7 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
            Math::template lane_row_a<S::W_STRIDE>(lane);
   }
   template <int K, class S> DEVICE void load_rows(typename Math::A& a, int gate, int k) const {
-    Math::template load_row_a<K, S::W_STRIDE, false>(a, weight_rows<S>(gate) + k * kSize);
+    Math::template load_row_a<K, S::W_STRIDE, S::HELD>(a, weight_rows<S>(gate) + k * kSize);
   }
   template <class S> DEVICE void hold(Held<S>& held) const {
     if constexpr (S::HELD)
