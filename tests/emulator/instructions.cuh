@@ -128,6 +128,7 @@ inline float fast_root(float x) { return times_off_by(sqrt(double(x)), 0x1p-23, 
 inline float fast_quotient(float x, float y) { return times_off_by(double(x) / double(y), 0x1p-22, x); }
 inline int uniform(int x) { return x; }
 template <class Int> inline void stay_here(Int&, Int&) {}
+inline void stay_here(const void*&) {}
 inline void settle(u32 (&)[4]) {}
 inline void touch(double&) {}
 template <int N> inline void touch(float (&)[N]) {}

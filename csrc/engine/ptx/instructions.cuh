@@ -122,6 +122,7 @@ DEVICE int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 // loop, what it could compute from them before; makes operands here and not where they are used, where they may not be
 // written any more; and moves no use of sums across the wait for them.
 template <class Int> DEVICE void stay_here(Int& x, Int& y) { asm volatile("" : "+r"(x), "+r"(y)); }
+DEVICE void stay_here(const void*& x) { asm volatile("" : "+l"(x)); }
 DEVICE void settle(u32 (&x)[4]) { asm volatile("" : FOUR("+r", x)::"memory"); }
 DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {

@@ -65,9 +65,15 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
       Base::make_barriers();
       Base::template expect<Columns>(true, false), Base::template expect<Rows>(true, true);
     };
-    const auto loader = [&](int thread) {
-      return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
-        Base::load_stream(to, inputs[stream] + row.at(input_row), step % 2 == 1, unit, thread);
+    const auto loader = [&] {
+      typename Base::template Pieces<Rows> of_rows;
+      typename Base::template Pieces<Columns> of_columns;
+      Base::find_all(inputs, of_rows), Base::find_all(inputs, of_columns);
+      return [=, &inputs](u32 slot, u32 step, const Row& row, int unit) {
+        if (step % 2 == 1)
+          Base::load(inputs, of_rows, slot, row.at(input_row), unit);
+        else
+          Base::load(inputs, of_columns, slot, row.at(input_row), unit);
       };
     };
     Made made;

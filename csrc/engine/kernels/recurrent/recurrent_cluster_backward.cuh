@@ -50,9 +50,15 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
       Base::make_barriers();
       Base::template expect<Columns>(steps > 0, true), Base::template expect<Rows>(steps > 1, true);
     };
-    const auto loader = [&](int thread) {
-      return [=, &inputs](u32 to, u32 step, int stream, const Row& row, int unit) {
-        Base::load_stream(to, inputs[stream] + row.at(Pass::HIDDEN), step % 2 == 0, unit, thread);
+    const auto loader = [&] {
+      typename Base::template Pieces<Rows> of_rows;
+      typename Base::template Pieces<Columns> of_columns;
+      Base::find_all(inputs, of_rows), Base::find_all(inputs, of_columns);
+      return [=, &inputs](u32 slot, u32 step, const Row& row, int unit) {
+        if (step % 2 == 0)
+          Base::load(inputs, of_rows, slot, row.at(i64(Pass::HIDDEN)), unit);
+        else
+          Base::load(inputs, of_columns, slot, row.at(i64(Pass::HIDDEN)), unit);
       };
     };
     const u32 steps = Base::template walk_together<Pass::SLOTS>(hold, loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {

@@ -86,30 +86,36 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
   DEVICE u32 walk_together(const Hold& hold, const Loader& loader, const Ready& ready, const Go& go) const {
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
-    const int thread = threadIdx.x;
-    const bool reads_rows = thread < Pass::UNITS, warp_reads_rows = thread < 32;
-    const auto load = loader(thread);
-    Ahead<Pass::DOWN> ahead(walk, begin + thread, reads_rows && begin + thread < units);
+    const int thread = threadIdx.x, reader = thread - (kBlock - 32);  // rows are read by the last warp
+    const bool warp_reads_rows = reader >= 0, reads_rows = warp_reads_rows && reader < Pass::UNITS;
+    const auto load = loader();
+    Ahead<Pass::DOWN> ahead(walk, begin + reader, reads_rows && begin + reader < units);
     Base::hold_weights(*this);
     hold();
     ahead.advance(0);
     for (u32 step = 0; step < kCodes - 1; ++step)
-      if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, thread, row);
+      if (const Row row = ahead.advance(step + 1); reads_rows) rows().publish(step, reader, row);
     __syncthreads();
     for (int at = thread * 16; at < Pass::kGroupBytes; at += kBlock * 16) store_u32x4(memory + at, {0, 0, 0, 0});
     __syncthreads();
     ready(steps);
-    for (u32 step = 0; step < AHEAD; ++step) bring(step, load);
+    for (u32 step = 0; step < AHEAD; ++step) bring_together(step, load);
     wait_for_copies<AHEAD - 1>();
     sync_all();
     ROLL for (u32 step = 0; step < steps; ++step)
       go(step, steps, [&] {
+        bring_together(step + AHEAD, load);
         if (warp_reads_rows)
-          if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
-        bring(step + AHEAD, load);
+          if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, reader, row);
       });
     wait_for_copies<0>();
     return steps;
+  }
+  // `load(slot, step, row, unit)` brings a row of all streams.
+  template <class Load> DEVICE void bring_together(u32 step, const Load& load) const {
+    for (int unit = 0; unit < Pass::UNITS; ++unit)
+      if (const Row mine = row(step, unit); mine.there()) load(stream_address(step, 0), step, mine, unit);
+    commit_copies();
   }
   DEVICE static void next_is_there() {
     wait_for_copies<Pass::SLOTS - 2>();

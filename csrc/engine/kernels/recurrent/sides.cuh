@@ -366,26 +366,49 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         both.words[i] = load_u32(from + (i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4));
     return both;
   }
-  // What a block has of a row
-  DEVICE void load_stream(u32 to, const Element* from, bool by_rows, int unit, int thread) const {
-    if (by_rows)
-      load_lines<typename Pass::Rows>(to, from, unit, thread);
-    else
-      load_lines<typename Pass::Columns>(to, from, unit, thread);
+  // What a thread brings of a step's rows, of all STREAMS tensors: pieces of lines that lie together there. Where these are, but for
+  // the row, stays in registers if they are few.
+  template <class S> struct Pieces {
+    static constexpr int kLines = S::BY_ROWS ? S::OWN : S::WHOLE, kLine = S::BY_ROWS ? S::WHOLE : S::OWN;
+    static constexpr int kStep = S::BY_ROWS ? S::WHOLE : S::OTHER;  // from a line to the next
+    static constexpr int kFit = (kLine | kStep) * kSize, BYTES = kFit % 16 == 0 ? 16 : kFit % 8 == 0 ? 8 : 4;
+    static constexpr int kOfLine = kLine * kSize / BYTES, kOfStream = kLines * kOfLine, kAll = Pass::STREAMS * kOfStream;
+    static constexpr int kThreads = Pass::WARPS * 32, COUNT = ceil_div(kAll, kThreads);
+    static constexpr bool kStay = COUNT <= 4, kThere = S::kWholeN && kAll % kThreads == 0;
+    const void* from[kStay ? COUNT : 1];
+    u32 to[kStay ? COUNT : 1];  // ~0: nothing
+  };
+  template <class S> DEVICE void find(const Element* const (&inputs)[Pass::STREAMS], int i, const void*& from, u32& to) const {
+    using P = Pieces<S>;
+    const int j = threadIdx.x + i * P::kThreads, stream = j / P::kOfStream, line = j % P::kOfStream / P::kOfLine;
+    const int piece = j % P::kOfLine * (P::BYTES / kSize);
+    const bool there = P::kThere || (j < P::kAll && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()));
+    to = there ? stream * Pass::kStreamBytes + (line * S::STREAM_ROW + piece) * kSize : ~0u;
+    const Element* x = inputs[0];
+    UNROLL for (int k = 1; k < Pass::STREAMS; ++k)
+      if (stream == k) x = inputs[k];
+    from = x + i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1) + line * P::kStep + piece;
   }
-  // Lines that lie together, in pieces
-  template <class S> DEVICE void load_lines(u32 to, const Element* from, int unit, int thread) const {
-    constexpr int kLines = S::BY_ROWS ? S::OWN : S::WHOLE, kLine = S::BY_ROWS ? S::WHOLE : S::OWN;
-    constexpr int kBytesOfLine = kLine * kSize, kStep = (S::BY_ROWS ? S::WHOLE : S::OTHER) * kSize;
-    constexpr int kFit = kBytesOfLine | kStep, kPiece = kFit % 16 == 0 ? 16 : kFit % 8 == 0 ? 8 : 4;
-    constexpr int kEach = kPiece / kSize, kPieces = kLine / kEach;
-    from += i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1);
-    to += unit * kLines * S::STREAM_ROW * kSize;
-    constexpr int kAll = kLines * kPieces, kThreads = Pass::WARPS * 32, kCount = ceil_div(kAll, kThreads);
-    UNROLL_BY(kCount <= 16 ? kCount : 8) for (int i = 0; i < kCount; ++i) {
-      const int j = thread + i * kThreads, line = j / kPieces, piece = j % kPieces * kEach;
-      if ((kAll % kThreads == 0 || j < kAll) && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()))
-        copy_async<kPiece>(to + (line * S::STREAM_ROW + piece) * kSize, from + line * (kStep / kSize) + piece, true);
+  template <class S> DEVICE void find_all(const Element* const (&inputs)[Pass::STREAMS], Pieces<S>& pieces) const {
+    if constexpr (Pieces<S>::kStay)
+      UNROLL for (int i = 0; i < Pieces<S>::COUNT; ++i) {
+        find<S>(inputs, i, pieces.from[i], pieces.to[i]);
+        stay_here(pieces.from[i]);
+      }
+  }
+  // To a slot, from rows that begin `behind` elements behind the tensors' first ones
+  template <class S>
+  DEVICE void load(const Element* const (&inputs)[Pass::STREAMS], const Pieces<S>& pieces, u32 slot, i64 behind, int unit) const {
+    using P = Pieces<S>;
+    slot += unit * P::kLines * S::STREAM_ROW * kSize;
+    UNROLL_BY(P::kStay ? P::COUNT : 2) for (int i = 0; i < P::COUNT; ++i) {
+      const void* from;
+      u32 to;
+      if constexpr (P::kStay)
+        from = pieces.from[i], to = pieces.to[i];
+      else
+        find<S>(inputs, i, from, to);
+      if (P::kThere || to != ~0u) copy_async<P::BYTES>(slot + to, static_cast<const Element*>(from) + behind, true);
     }
   }
   // Two numbers to a tensor's row
