@@ -117,9 +117,7 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     if (Base::template has_tile<O>(warp)) {
       UNROLL for (int n = 0; n < Base::template kSequences<O>; ++n)
         made.rows[n] = Base::template row_of<O>(step, n), next[n] = Base::template row_of<O>(step + 1, n);
-      Base::template each<O>([&](int h, int n, const Two& two) {
-        UNROLL for (int g = 0; g < kGates; ++g) x[g][h][n] = Base::template take<O>(step, g, two);
-      });
+      Base::template take_all<O>(step, x);
     }
     meanwhile();
     if (Base::template has_tile<O>(warp)) end(step, is_last, to, x, made, next);

@@ -15,9 +15,9 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
   using Columns = typename Pass::Columns;
   using Base::begin, Base::params, Base::warp;
   template <class S> using Sums = typename Base::template Sums<S>;
-  static constexpr int kStreams = 6, kMost = Rows::NT > Columns::NT ? Rows::NT : Columns::NT;
-  using Grad = Real[2][kMost][2];         // of a lane's features, on either side
-  using Read = Both[kStreams][2][kMost];  // of a step
+  static constexpr int kMost = Rows::NT > Columns::NT ? Rows::NT : Columns::NT;
+  using Grad = Real[2][kMost][2];              // of a lane's features, on either side
+  using Read = Both[Pass::STREAMS][2][kMost];  // of the next step, while others still work at one
   const i64 gate_row;
   Element *const gates[kGates], *const beside, *const grad_initial;
 
@@ -80,7 +80,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Row rows[Base::template kSequences<S>];
     Both made[kGates + 1][2][S::NT];  // gradients of the gates' inputs, and what comes to the candidate's product
     if (has_tile) {
-      if (step == 0) read_streams<S>(step, read);
+      if (step == 0) Base::template take_all<S>(step, read);
       Base::template read_rows<S>(step, rows);
       Base::template each<S>([&](int h, int n, const Two& two) {
         Real(&mine)[2] = g[h][n];
@@ -115,7 +115,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     Row ended[Base::template kSequences<O>];
     if (Base::template has_tile<O>(warp)) {
       Base::template read_rows<O>(step, ended);
-      read_streams<O>(step + 1, read);
+      Base::template take_all<O>(step + 1, read);
     }
     meanwhile();
     if (!Base::template has_tile<O>(warp)) return;
@@ -134,12 +134,6 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         mine = row.there() ? mine + sums : mine;
         if (row.starts()) to.of_initial[h][n][i] += mine, mine = 0;
       }
-    });
-  }
-  // What a step reads, while others still work at the one before
-  template <class S> DEVICE void read_streams(u32 step, Read& read) const {
-    Base::template each<S>([&](int h, int n, const Two& two) {
-      UNROLL for (int stream = 0; stream < kStreams; ++stream) read[stream][h][n] = Base::template take<S>(step, stream, two);
     });
   }
   // The parts of the initial state's gradient come together on the other side.

@@ -366,6 +366,30 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         both.words[i] = load_u32(from + (i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4));
     return both;
   }
+  // All of a lane's numbers: of 16 bits, where tiles are whole, two streams' at once
+  template <class S, int N> DEVICE void take_all(u32 step, Both (&x)[Pass::STREAMS][2][N]) const {
+    constexpr int kTogether = kSize == 2 && S::kWholeM && S::kWholeN && kOne && S::STREAM_ROW % 8 == 0 ? 2 : 1;
+    UNROLL for (int stream = 0; stream < Pass::STREAMS; stream += kTogether)
+      UNROLL for (int n = 0; n < S::NT; ++n) {
+        if constexpr (kTogether == 1) {
+          UNROLL for (int h = 0; h < 2; ++h)
+            if (const Two two = this->template two<S>(h, n); two.there) x[stream][h][n] = take<S>(step, stream, two);
+        } else {
+          const int m = warp % S::M_TILES * 16 + lane.index / 8 % 2 * 8, own = (warp / S::M_TILES * S::NT + n) * 8;
+          const int row = S::BY_ROWS ? own + lane.index % 8 : m + lane.index % 8, behind = S::BY_ROWS ? m : own;
+          const u32 from = Base::stream_address(step, stream) + (row * S::STREAM_ROW + behind) * kSize;
+          if (stream + 1 < Pass::STREAMS) {
+            u32 four[4];
+            load_matrices<S::BY_ROWS>(four, from + lane.index / 16 * Pass::kStreamBytes);
+            UNROLL for (int i = 0; i < 4; ++i) x[stream + i / 2][i % 2][n].words[0] = four[i];
+          } else {
+            u32 two[2];
+            load_matrices<S::BY_ROWS>(two, from);
+            UNROLL for (int i = 0; i < 2; ++i) x[stream][i][n].words[0] = two[i];
+          }
+        }
+      }
+  }
   // What a thread brings of a step's rows, of all STREAMS tensors: pieces of lines that lie together there. Where these are, but for
   // the row, stays in registers if they are few.
   template <class S> struct Pieces {
