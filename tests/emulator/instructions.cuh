@@ -275,6 +275,12 @@ inline void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
   emulator::Matrices mine = {words, static_cast<unsigned char*>(emulator::write(row, 16)), 4, true};
   emulator::together("stmatrix", &mine, mine.store);
 }
+template <bool TRANSPOSED> inline void store_matrices(u32 row, const u32 (&x)[2]) {
+  u32 words[2] = {x[0], x[1]};
+  emulator::Matrices mine = {words, nullptr, 2, TRANSPOSED};
+  if (threadIdx.x % 32 < 16) mine.at = static_cast<unsigned char*>(emulator::write(row, 16));
+  emulator::together("stmatrix", &mine, mine.store);
+}
 
 template <class Element, int K> inline void multiply_halves(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   const auto value = [](const u32* words, int i) {

@@ -69,9 +69,10 @@ void Matrices::load(void* const* of_lanes) {
 }
 void Matrices::store(void* const* of_lanes) {
   const auto lane = [&](int i) { return static_cast<const Matrices*>(of_lanes[i]); };
-  for (int i = 0; i < 32; ++i)
+  for (int i = 0; i < 8 * lane(0)->count; ++i)
     for (int c = 0; c < 8; ++c) {
-      const u16 word = u16(lane(c * 4 + i % 8 / 2)->x[i / 8] >> i % 2 * 16);
+      const int near = lane(0)->transposed ? c : i % 8, far = lane(0)->transposed ? i % 8 : c;
+      const u16 word = u16(lane(near * 4 + far / 2)->x[i / 8] >> far % 2 * 16);
       memcpy(lane(i)->at + c * 2, &word, 2);
     }
 }

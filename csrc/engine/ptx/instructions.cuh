@@ -399,6 +399,14 @@ DEVICE void store_matrices_transposed(u32 row, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), FOUR("r", x) : "memory");
 }
 
+// Two of them, by rows that the first 16 lanes name; TRANSPOSED: columns as rows
+template <bool TRANSPOSED> DEVICE void store_matrices(u32 row, const u32 (&x)[2]) {
+  if constexpr (TRANSPOSED)
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), TWO("r", x) : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), TWO("r", x) : "memory");
+}
+
 // Products of a warp: Y[16, 8] += A[16, k] B[k, 8] with k = 16 and 8 of Element, bf16 or f16, and k = 8 of 32 and 64 bits.
 template <class T> constexpr bool kIsBf16 = false;
 template <> constexpr bool kIsBf16<bf16> = true;

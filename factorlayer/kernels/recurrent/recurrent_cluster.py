@@ -142,7 +142,7 @@ class RecurrentCluster(Pass):
     blocks_per_sm = 0
     title = "recurrent, in clusters"
     states = 1  # that a step begins with
-    streams = GATES
+    streams, written_each_step = GATES, 1  # tensors with a row for each step
     turned = goes_down = False
 
     @property
@@ -205,13 +205,19 @@ class RecurrentCluster(Pass):
 
     @cached_property
     def places(self) -> list[int]:
-        """Bytes at which the states of each side begin, what is handed on to it, and what is kept; and behind all."""
+        """Bytes at which the states of each side begin, what is handed on to it, what is kept, and what leaves; and behind
+        all."""
         sizes = [
             size
             for side in self.sides
-            for size in (self.states * side.state_bytes, GATES * side.gathered_bytes, side.kept_bytes)
+            for size in (self.states * side.state_bytes, GATES * side.gathered_bytes, side.kept_bytes, self._out_bytes)
         ]
         return [0, *itertools.accumulate(sizes)]
+
+    @property
+    def _out_bytes(self) -> int:
+        """Of 16 bits what leaves lies as what comes."""
+        return self.written_each_step * self.stream_bytes if self.size == 2 else 0
 
     @property
     def stream_bytes(self) -> int:
@@ -298,12 +304,12 @@ class RecurrentCluster(Pass):
         return self.first_tensor + 3
 
     def _side(self, name: str, i: int) -> str:
-        side, places = self.sides[i], self.places[3 * i :]
+        side, places = self.sides[i], self.places[4 * i :]
         size = [side.whole, side.other, side.own, self.units, str(side.by_rows).lower(), side.nt]
         told: Told = {"HELD": self.held[i], "W_STRIDE": row_step(side.whole, self.dtype)}
         told |= {"WEIGHT": self._weight_at(i)}
         told |= {"STATE_STEP": side.state_step, "STREAM_ROW": side.stream_row}
-        told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2]}
+        told |= {"STATE_AT": places[0], "GATHERED_AT": places[1], "KEPT_AT": places[2], "OUT_AT": places[3]}
         told |= {"BARRIER_AT": self.barriers_at + i * NUMBER_BYTES}
         told |= {"kStateBytes": side.state_bytes, "kGatheredBytes": side.gathered_bytes}
         return f"struct {name} : Side<{', '.join(map(str, size))}> {{ {' '.join(constants(told))} }};"
@@ -313,7 +319,7 @@ class RecurrentCluster(Pass):
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
         told |= {"HIDDEN": self.recurrence.hidden, "CLUSTER": self.cluster, "SLOTS": self.slots}
-        told |= {"STREAMS": self.streams}
+        told |= {"STREAMS": self.streams, "OUTPUTS": self.written_each_step}
         told |= {"DOWN": self.goes_down != self.recurrence.reverse}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
         told |= {"kBarrierBytes": self.rows_bytes, "kRowsAt": 0, "kWeightBytes": self.weight_bytes}

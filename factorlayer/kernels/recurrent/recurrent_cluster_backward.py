@@ -18,7 +18,7 @@ class RecurrentClusterBackward(RecurrentCluster):
     """A pass, tiled. What is multiplied at a step are three states, those of the gates' gradients."""
 
     title = "recurrent, in clusters, backward"
-    states, streams = GATES, STREAMS
+    states, streams, written_each_step = GATES, STREAMS, GATES + 1
     turned = goes_down = True
     other_registers, of_columns = 72, 52
     of_two, functions_of_feature = OF_TWO_BACK, 0

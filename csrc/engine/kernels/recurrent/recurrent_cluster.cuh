@@ -26,10 +26,13 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
   template <class S> struct Own {
     typename Base::template Held<S> held;
     typename Base::template Way<S> way;
+    typename Base::template Pieces<S, 1> leaves;
     Real bias[2][S::NT][2];
   };
   template <class S, class O> DEVICE void prepare(Own<S>& own) const {
     own.way = Base::template way<S, O>();
+    const Element* const outputs[] = {output};
+    if constexpr (Base::template kStaged<S>) Base::find_all(outputs, own.leaves);
     if constexpr (Pass::HAS_BIAS)
       Base::template each<S>([&](int h, int n, const Two& two) {
         UNROLL for (int i = 0; i < 2; ++i)
@@ -85,9 +88,9 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
             go(step, step + 1 == steps, by_columns, by_rows, made, meanwhile);
         });
     if (steps % 2 == 0)
-      give_made<Rows>(made);
+      give_made(by_rows, made);
     else
-      give_made<Columns>(made);
+      give_made(by_columns, made);
     Base::leave();
   }
 
@@ -97,7 +100,11 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
     Both of[2][kMost];
     Row rows[Base::kOne ? 1 : kMost] = {};
   };
-  template <class S> DEVICE void give_made(const Made& made) const {
+  template <class S> DEVICE void give_made(const Own<S>& own, const Made& made) const {
+    if constexpr (Base::template kStaged<S>) {
+      if (made.rows[0].there()) Base::give_staged(own.leaves, [&](int) { return made.rows[0].at(Pass::HIDDEN); });
+      return;
+    }
     Base::template each<S>([&](int h, int n, const Two& two) {
       const Row row = made.rows[n % Base::template kSequences<S>];
       if (row.there()) Base::template give<S>(output + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made.of[h][n]);
@@ -110,13 +117,13 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, 1>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
-      give_made<S>(made);
     }
+    give_made(from, made);
     Both x[kGates][2][O::NT];
     Row next[Base::template kSequences<O>];
+    UNROLL for (int n = 0; n < Base::template kSequences<O>; ++n)
+      made.rows[n] = Base::template row_of<O>(step, n), next[n] = Base::template row_of<O>(step + 1, n);
     if (Base::template has_tile<O>(warp)) {
-      UNROLL for (int n = 0; n < Base::template kSequences<O>; ++n)
-        made.rows[n] = Base::template row_of<O>(step, n), next[n] = Base::template row_of<O>(step + 1, n);
       Base::template take_all<O>(step, x);
     }
     meanwhile();
@@ -144,6 +151,8 @@ template <class Pass> struct RecurrentCluster : Sides<Pass> {
       }
       made.of[h][n] = Both(state[h][n][0], state[h][n][1]);
     });
+    if constexpr (Base::template kStaged<O>)
+      UNROLL for (int n = 0; n < O::NT; ++n) Base::template stage<O>(0, n, made.of[0][n], made.of[1][n]);
     Base::template each<O>([&](int h, int n, const Two& two) {
       if (next[n % Base::template kSequences<O>].starts()) first_state<O>(two, state[h][n]);
     });

@@ -32,6 +32,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
   template <class S> struct Own {
     typename Base::template Held<S> held;
     typename Base::template Way<S> way;
+    typename Base::template Pieces<S, kGates + 1> leaves;
     Real of_initial[2][S::NT][2] = {};
   };
 
@@ -46,6 +47,9 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
     const auto hold = [&] { Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held); };
     const auto ready = [&](u32 steps) {
       by_rows.way = Base::template way<Rows, Columns>(), by_columns.way = Base::template way<Columns, Rows>();
+      const Element* const outputs[] = {gates[0], gates[1], gates[2], beside};
+      if constexpr (Base::template kStaged<Rows>) Base::find_all(outputs, by_rows.leaves);
+      if constexpr (Base::template kStaged<Columns>) Base::find_all(outputs, by_columns.leaves);
       if (threadIdx.x > 0) return;
       Base::make_barriers();
       Base::template expect<Columns>(steps > 0, true), Base::template expect<Rows>(steps > 1, true);
@@ -97,21 +101,17 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
           Base::template give_state<S>(gate, two, a[gate < 2 ? gate : kGates][0], a[gate < 2 ? gate : kGates][1]);
         Base::template keep<S>(from.way, h, n, mine[0], mine[1]);
       });
+      if constexpr (Base::template kStaged<S>)
+        UNROLL for (int tensor = 0; tensor <= kGates; ++tensor)
+          UNROLL for (int n = 0; n < S::NT; ++n) Base::template stage<S>(tensor, n, made[tensor][0][n], made[tensor][1][n]);
     }
     Base::next_is_there();
     if (has_tile) {
       Sums<S> y[kGates] = {};
       Base::template multiply<S, kGates>(y, from.held);
       Base::template hand_on<S, O>(y, from.way);
-      Base::template each<S>([&](int h, int n, const Two& two) {
-        const Row row = rows[n % Base::template kSequences<S>];
-        if (!row.there()) return;
-        const i64 of_gate = row.at(gate_row) + Base::template feature<S>(two);
-        UNROLL for (int gate = 0; gate < kGates; ++gate)
-          Base::template give<S>(gates[gate] + of_gate, made[gate][h][n]);
-        Base::template give<S>(beside + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made[kGates][h][n]);
-      });
     }
+    give_made(step, from, rows, made);
     Row ended[Base::template kSequences<O>];
     if (Base::template has_tile<O>(warp)) {
       Base::template read_rows<O>(step, ended);
@@ -135,6 +135,25 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
         if (row.starts()) to.of_initial[h][n][i] += mine, mine = 0;
       }
     });
+  }
+  // Gradients of a step to memory, while others are waited for
+  template <class S>
+  DEVICE void give_made(u32 step, const Own<S>& own, const Row (&rows)[Base::template kSequences<S>],
+                        const Both (&made)[kGates + 1][2][S::NT]) const {
+    if constexpr (Base::template kStaged<S>) {
+      const Row row = Base::row(step, 0);
+      const i64 of_gate = row.at(gate_row), of_beside = row.at(Pass::HIDDEN);
+      if (row.there()) Base::give_staged(own.leaves, [&](int tensor) { return tensor < kGates ? of_gate : of_beside; });
+    } else {
+      Base::template each<S>([&](int h, int n, const Two& two) {
+        const Row row = rows[n % Base::template kSequences<S>];
+        if (!row.there()) return;
+        const i64 of_gate = row.at(gate_row) + Base::template feature<S>(two);
+        UNROLL for (int gate = 0; gate < kGates; ++gate)
+          Base::template give<S>(gates[gate] + of_gate, made[gate][h][n]);
+        Base::template give<S>(beside + row.at(Pass::HIDDEN) + Base::template feature<S>(two), made[kGates][h][n]);
+      });
+    }
   }
   // The parts of the initial state's gradient come together on the other side.
   template <class S, class O> DEVICE void end(u32 steps, const Own<S>& from, const Own<O>& to, const Grad& g) const {

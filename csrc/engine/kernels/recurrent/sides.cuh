@@ -9,7 +9,8 @@
 //
 // Weights are operand A of both contractions, 16 rows for a warp, of all gates, so that a feature's sums lie in one lane.
 //
-// Pass: what recurrent_walk.cuh asks for; Rows and Columns, the Sides; HIDDEN, features of a state
+// Pass: what recurrent_walk.cuh asks for; Rows and Columns, the Sides; HIDDEN, features of a state; OUTPUTS, tensors with a row for
+//       each step that is written
 #pragma once
 #include "kernels/recurrent/recurrent_walk.cuh"
 
@@ -19,7 +20,7 @@
 //
 // With it come HELD, whether weights stay in registers; W_STRIDE and WEIGHT, as chain.cuh's stages have them; in elements,
 // STATE_STEP from one of WHOLE to the next in a state, STREAM_ROW in streams from a line that lies together in memory to the next;
-// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
+// in bytes, STATE_AT, GATHERED_AT, KEPT_AT, OUT_AT, BARRIER_AT, and kStateBytes and kGatheredBytes of one gate.
 template <int WHOLE_, int OTHER_, int OWN_, int UNITS, bool BY_ROWS_, int NT_> struct Side {
   static constexpr int WHOLE = WHOLE_, OTHER = OTHER_, OWN = OWN_, NT = NT_;
   static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = true;
@@ -390,33 +391,35 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
         }
       }
   }
-  // What a thread brings of a step's rows, of all STREAMS tensors: pieces of lines that lie together there. Where these are, but for
-  // the row, stays in registers if they are few.
-  template <class S> struct Pieces {
+  // What a thread moves of a step's rows, of some TENSORS: pieces of lines that lie together there. Where these are, but for the row,
+  // stays in registers if they are few.
+  template <class S, int TENSORS = Pass::STREAMS> struct Pieces {
     static constexpr int kLines = S::BY_ROWS ? S::OWN : S::WHOLE, kLine = S::BY_ROWS ? S::WHOLE : S::OWN;
     static constexpr int kStep = S::BY_ROWS ? S::WHOLE : S::OTHER;  // from a line to the next
     static constexpr int kFit = (kLine | kStep) * kSize, BYTES = kFit % 16 == 0 ? 16 : kFit % 8 == 0 ? 8 : 4;
-    static constexpr int kOfLine = kLine * kSize / BYTES, kOfStream = kLines * kOfLine, kAll = Pass::STREAMS * kOfStream;
+    static constexpr int kOfLine = kLine * kSize / BYTES, kOfStream = kLines * kOfLine, kAll = TENSORS * kOfStream;
     static constexpr int kThreads = Pass::WARPS * 32, COUNT = ceil_div(kAll, kThreads);
     static constexpr bool kStay = COUNT <= 4, kThere = S::kWholeN && kAll % kThreads == 0;
     const void* from[kStay ? COUNT : 1];
     u32 to[kStay ? COUNT : 1];  // ~0: nothing
   };
-  template <class S> DEVICE void find(const Element* const (&inputs)[Pass::STREAMS], int i, const void*& from, u32& to) const {
-    using P = Pieces<S>;
+  template <class S, int TENSORS>
+  DEVICE void find(const Element* const (&tensors)[TENSORS], int i, const void*& from, u32& to) const {
+    using P = Pieces<S, TENSORS>;
     const int j = threadIdx.x + i * P::kThreads, stream = j / P::kOfStream, line = j % P::kOfStream / P::kOfLine;
     const int piece = j % P::kOfLine * (P::BYTES / kSize);
     const bool there = P::kThere || (j < P::kAll && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()));
     to = there ? stream * Pass::kStreamBytes + (line * S::STREAM_ROW + piece) * kSize : ~0u;
-    const Element* x = inputs[0];
-    UNROLL for (int k = 1; k < Pass::STREAMS; ++k)
-      if (stream == k) x = inputs[k];
+    const Element* x = tensors[0];
+    UNROLL for (int k = 1; k < TENSORS; ++k)
+      if (stream == k) x = tensors[k];
     from = x + i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1) + line * P::kStep + piece;
   }
-  template <class S> DEVICE void find_all(const Element* const (&inputs)[Pass::STREAMS], Pieces<S>& pieces) const {
-    if constexpr (Pieces<S>::kStay)
-      UNROLL for (int i = 0; i < Pieces<S>::COUNT; ++i) {
-        find<S>(inputs, i, pieces.from[i], pieces.to[i]);
+  template <class S, int TENSORS>
+  DEVICE void find_all(const Element* const (&tensors)[TENSORS], Pieces<S, TENSORS>& pieces) const {
+    if constexpr (Pieces<S, TENSORS>::kStay)
+      UNROLL for (int i = 0; i < Pieces<S, TENSORS>::COUNT; ++i) {
+        find<S>(tensors, i, pieces.from[i], pieces.to[i]);
         stay_here(pieces.from[i]);
       }
   }
@@ -433,6 +436,26 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
       else
         find<S>(inputs, i, from, to);
       if (P::kThere || to != ~0u) copy_async<P::BYTES>(slot + to, static_cast<const Element*>(from) + behind, true);
+    }
+  }
+  // What leaves goes the same way back, of 16 bits where tiles and pieces are whole: matrices to where lines lie as they do in a
+  // slot, and, behind the block's barrier, pieces of 16 bytes to a row of a tensor, which begins behind(tensor) elements behind its
+  // first one. Each side has a place of its own: who writes the next step's does not wait for who reads this one's.
+  template <class S> static constexpr bool kStaged = kSize == 2 && S::kWholeM && S::kWholeN && kOne &&
+                                                     Pieces<S, Pass::OUTPUTS>::BYTES == 16 && Pieces<S, Pass::OUTPUTS>::kStay;
+  template <class S> DEVICE void stage(int tensor, int n, const Both& upper, const Both& lower) const {
+    const int m = warp % S::M_TILES * 16 + lane.index / 8 % 2 * 8, own = (warp / S::M_TILES * S::NT + n) * 8;
+    const int row = S::BY_ROWS ? own + lane.index % 8 : m + lane.index % 8, behind = S::BY_ROWS ? m : own;
+    const u32 words[2] = {upper.words[0], lower.words[0]};
+    store_matrices<S::BY_ROWS>(memory + S::OUT_AT + tensor * Pass::kStreamBytes + (row * S::STREAM_ROW + behind) * kSize, words);
+  }
+  template <class S, class Behind> DEVICE void give_staged(const Pieces<S, Pass::OUTPUTS>& pieces, const Behind& behind) const {
+    using P = Pieces<S, Pass::OUTPUTS>;
+    UNROLL for (int i = 0; i < P::COUNT; ++i) {
+      if (!P::kThere && pieces.to[i] == ~0u) continue;
+      const int tensor = (threadIdx.x + i * P::kThreads) / P::kOfStream;
+      Element* const to = static_cast<Element*>(const_cast<void*>(pieces.from[i])) + behind(tensor);
+      store_words<16>(to, load_words<16>(memory + S::OUT_AT + pieces.to[i]));
     }
   }
   // Two numbers to a tensor's row
