@@ -205,8 +205,7 @@ class RecurrentCluster(Pass):
 
     @cached_property
     def places(self) -> list[int]:
-        """Bytes at which the states of each side begin, what is handed on to it, what is kept, and what leaves; and behind
-        all."""
+        """Bytes at which each side's states begin, what is handed on to it, what is kept, what leaves; and behind all."""
         sizes = [
             size
             for side in self.sides
@@ -280,8 +279,14 @@ class RecurrentCluster(Pass):
         each = steps * (GATES * of_a + side.nt * (states * of_b + GATES * of_product)) + side.nt * GATES * OF_TWO_SUMS
         rate = gpu.flops[self.dtype] / (2 if wide == 16 else 1)  # a table has those of warpgroups
         multiply = 2 * round_up(side.tiles, QUARTERS) * GATES * side.nt * 128 * steps * wide / rate
+        read = GATES * (0 if self.held[i] else 16) + states * 8 * side.nt  # rows of weights and columns of a tile
+        busy = max(
+            multiply,
+            side.tiles * read * steps * wide * self.size / gpu.shared_bytes,
+            side.tiles * each / gpu.instructions,
+        )
         waits = (steps * OF_PRODUCT + each * OF_INSTRUCTION) / gpu.rates.cycles
-        return max(blocks * multiply, waits, blocks * side.tiles * each / gpu.instructions)
+        return max(waits, blocks * busy)
 
     of_two, functions_of_feature = OF_TWO, FUNCTIONS
 
