@@ -30,7 +30,7 @@ from factorlayer.kernels.stages import INSTRUCTIONS, row_step
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.recurrence import GATES, Recurrence
 
-CLUSTERS = (2, 4, 8)  # blocks, as any GPU with clusters has
+MOST_BLOCKS, POWERS = 8, (2, 4, 8)  # of a cluster, as any GPU with clusters has
 SEQUENCES = (1, 2, 4, 8)  # of a cluster
 SHARES = (1, 2, 4)  # 8 columns of a warp at once
 MOST_WARPS = 16
@@ -106,6 +106,8 @@ class Side:
         """Elements from a line that lies together in memory to the next, each of whole pieces."""
         line, step = (self.whole, self.whole) if self.by_rows else (self.own, self.other)
         piece = math.gcd(16, line * self.size, step * self.size)
+        if self.size > 2 and not self.by_rows:
+            return line  # padding would save few conflicts
         return _odd(line * self.size, piece) // self.size
 
     @property
@@ -205,7 +207,7 @@ class RecurrentCluster(Pass):
 
     @cached_property
     def places(self) -> list[int]:
-        """Bytes at which each side's states begin, what is handed on to it, what is kept, what leaves; and behind all."""
+        """Bytes at which each side's states begin, what is handed on, what is kept, what leaves; and behind all."""
         sizes = [
             size
             for side in self.sides
@@ -372,13 +374,27 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
     chain = recurrence.chain
     if chain.parameters or recurrence.reset != "after" or any(c.p != c.q for c in chain.contractions):
         return
-    for cluster, units, by_rows, by_columns in itertools.product(CLUSTERS, SEQUENCES, SHARES, SHARES):
+    sizes = tuple(c.p for c in chain.contractions)
+    # Where blocks have whole eights, operands and lines are whole.
+    whole = tuple(n for n in range(2, MOST_BLOCKS + 1) if not any(size % (8 * n) for size in sizes))
+    found = False
+    for plan in _tilings_of(family, recurrence, dtype, batch, gpu, whole):
+        found = True
+        yield plan
+    if not found:
+        yield from _tilings_of(family, recurrence, dtype, batch, gpu, POWERS)
+
+
+def _tilings_of(
+    family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, clusters: tuple[int, ...]
+) -> Iterator[Tiled]:
+    for cluster, units, by_rows, by_columns in itertools.product(clusters, SEQUENCES, SHARES, SHARES):
         if units > 1 and units >= 2 * batch:
             continue
         for held, slots in itertools.product(HELD[-1:] if dtype in ("float32", "float64") else HELD, SLOTS):
             plan = family(recurrence, dtype, cluster, units, (by_rows, by_columns), held, slots, gpu)
             if any((cluster - 1) * side.own >= side.other for side in plan.sides) or plan.warps > MOST_WARPS:
-                break
+                break  # nor any other way to hold weights
             if plan.shared <= gpu.shared and plan.registers <= plan.most_registers:
                 yield replace(plan, us=plan.us_of(batch))
                 break
