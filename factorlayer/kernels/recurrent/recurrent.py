@@ -200,7 +200,7 @@ class Recurrent(Pass):
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
-        told |= {"STREAMS": self.streams, "EVEN": self.is_even, "CLUSTER": 1}
+        told |= {"STREAMS": self.streams, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
         told |= {"DOWN": self.goes_down != self.recurrence.reverse}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}

@@ -38,7 +38,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
     };
 
     State h, update, own_bias;
-    const auto ready = [&](u32) {
+    const auto ready = [&] {
       Base::each(corners, [&](int round, int k, int n, const Two& two) {
         if constexpr (Pass::HAS_BIAS)
           UNROLL for (int i = 0; i < 2; ++i)
@@ -50,7 +50,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
     };
     const auto loader = [&](int thread) {
       const typename Base::Pieces pieces(thread);
-      return [=, &inputs](u32 to, u32, int stream, const Row& row, int unit) {
+      return [=, &inputs](u32 to, int stream, const Row& row, int unit) {
         Base::load_stream(to, inputs[stream] + row.at(input_row), unit, pieces);
       };
     };
@@ -68,7 +68,7 @@ template <class Pass> struct Recurrent : RecurrentSteps<Pass> {
       Base::give_state(state_of(step + 1), two, mine[0], mine[1]);
     };
 
-    Base::walk(loader, ready, [&](u32 step, u32) {
+    Base::walk(loader, ready, [&](u32 step) {
       const Row next = Base::row(step + 1, 0);
       if constexpr (Pass::RESET_BEFORE) {
         const u32 reset_state = memory + Pass::kStateBytes;

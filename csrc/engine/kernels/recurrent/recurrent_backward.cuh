@@ -45,14 +45,14 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
     const Corners corners = Base::corners();
 
     State g, of_initial;
-    const auto ready = [&](u32) {
+    const auto ready = [&] {
       Base::each(corners, [&](int round, int k, int n, const Two&) {
         UNROLL for (int i = 0; i < 2; ++i) g[round][k][n][i] = of_initial[round][k][n][i] = 0;
       });
     };
     const auto loader = [&](int thread) {
       const typename Base::Pieces pieces(thread);
-      return [=, &inputs](u32 to, u32, int stream, const Row& row, int unit) {
+      return [=, &inputs](u32 to, int stream, const Row& row, int unit) {
         Base::load_stream(to, inputs[stream] + row.at(kWhole), unit, pieces);
       };
     };
@@ -60,7 +60,7 @@ template <class Pass> struct RecurrentBackward : RecurrentSteps<Pass> {
       Base::give(gates[gate] + row.at(gate_row) + two.feature(), two, x[0], x[1]);
     };
 
-    Base::walk(loader, ready, [&](u32 step, u32) {
+    Base::walk(loader, ready, [&](u32 step) {
       const u32 state = memory + (Pass::STATES > 1 ? (step & 1) * kGates * Pass::kStateBytes : 0);
       const auto give_state = [&](int gate, const Two& two, const Real(&x)[2]) {
         Base::give_state(state + gate * Pass::kStateBytes, two, x[0], x[1]);

@@ -1,13 +1,13 @@
-// A gated recurrent unit as recurrent.cuh has it, reset behind the product, with a Kronecker product of two factors, by a cluster of
-// blocks (sides.cuh). At each step the sums of all gates end up on the other side, where the state before it has been kept.
+// A gated recurrent unit as recurrent.cuh has it, reset behind the product, with a Kronecker product of two factors, by a cluster
+// of blocks (sides.cuh). At each step the sums of all gates end up on the other side, where the state before it has been kept.
 //
-// Pass: what sides.cuh asks for; Gate and Candidate, of which Activation is the function; HAS_BIAS; the tensors behind the weights
-//       are inputs of the second and the third gate (kInputs), the initial state, then the walk, then between rows of inputs.
+// Pass: what side_streams.cuh asks for; Gate and Candidate, of which Activation is the function; HAS_BIAS; the tensors behind the
+//       weights are inputs of the second and the third gate (kInputs), the initial state, then the walk, then between rows of inputs.
 #pragma once
-#include "kernels/recurrent/sides.cuh"
+#include "kernels/recurrent/side_streams.cuh"
 
-template <class Pass> struct RecurrentCluster : Sides<Pass> {
-  using Base = Sides<Pass>;
+template <class Pass> struct RecurrentCluster : SideStreams<Pass> {
+  using Base = SideStreams<Pass>;
   using typename Base::Both, typename Base::Element, typename Base::Real, typename Base::Two;
   using Rows = typename Pass::Rows;
   using Columns = typename Pass::Columns;

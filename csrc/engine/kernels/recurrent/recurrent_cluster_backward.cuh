@@ -1,15 +1,15 @@
 // Back through a gated recurrent unit as recurrent_backward.cuh has it, reset behind the product, with a Kronecker product of two
-// factors, by a cluster of blocks (sides.cuh). What a step multiplies is known as it begins; the part of the gradient that goes past
-// the products is kept for the other side.
+// factors, by a cluster of blocks (sides.cuh). What a step multiplies is known as it begins; the part of the gradient that goes
+// past the products is kept for the other side.
 //
-// Pass: what sides.cuh asks for; the tensors behind the weights are slopes of reset, update and candidate, r, and 1 - z (kInputs),
-//       then the walk, then between rows of gradients; and behind those (kOutputs) gradients of the second and the third gate,
+// Pass: what side_streams.cuh asks for; the tensors behind the weights are slopes of reset, update and candidate, r, and 1 - z
+//       (kInputs), then the walk, then between rows of gradients; and behind those (kOutputs) gradients of the second and the third gate,
 //       r * a_n, and the gradient of the initial state.
 #pragma once
-#include "kernels/recurrent/sides.cuh"
+#include "kernels/recurrent/side_streams.cuh"
 
-template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
-  using Base = Sides<Pass>;
+template <class Pass> struct RecurrentClusterBackward : SideStreams<Pass> {
+  using Base = SideStreams<Pass>;
   using typename Base::Both, typename Base::Element, typename Base::Real, typename Base::Two;
   using Rows = typename Pass::Rows;
   using Columns = typename Pass::Columns;
@@ -28,7 +28,7 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
 
   enum { grad_y, of_reset, of_update, of_candidate, reset, kept };  // streams
 
-  // What a lane has of side S at every other step: that of the weight, where its numbers go, and a part of the initial state's gradient
+  // What a lane has of side S at every other step: that of the weight, where its numbers go, a part of the initial state's gradient
   template <class S> struct Own {
     typename Base::template Held<S> held;
     typename Base::template Way<S> way;
@@ -65,12 +65,13 @@ template <class Pass> struct RecurrentClusterBackward : Sides<Pass> {
           Base::load(inputs, of_columns, slot, row.at(i64(Pass::HIDDEN)), unit);
       };
     };
-    const u32 steps = Base::template walk_together<Pass::SLOTS>(hold, loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
-      if (step % 2 == 0)
-        go(step, steps, by_rows, by_columns, g, read, meanwhile);
-      else
-        go(step, steps, by_columns, by_rows, g, read, meanwhile);
-    });
+    const u32 steps =
+        Base::template walk_together<Pass::SLOTS>(hold, loader, ready, [&](u32 step, u32 steps, const auto& meanwhile) {
+          if (step % 2 == 0)
+            go(step, steps, by_rows, by_columns, g, read, meanwhile);
+          else
+            go(step, steps, by_columns, by_rows, g, read, meanwhile);
+        });
     if (steps % 2 == 0)
       end(steps, by_rows, by_columns, g);
     else

@@ -1,10 +1,10 @@
-// What recurrent kernels share whose blocks take UNITS sequences through all their steps: warps that multiply, and behind them maybe
-// one more that brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All come to the same barriers:
-// when a step ends, what the next one reads is there.
+// What recurrent kernels share whose blocks take UNITS sequences through all their steps: warps that multiply, and behind them
+// maybe one more that brings what is read at each step, SLOTS steps ahead, and says where its rows lie. All come to the same
+// barriers: when a step ends, what the next one reads is there.
 //
-// Pass: what chain.cuh asks for; CLUSTER, blocks along y that take the same sequences; SLOTS, STREAMS, tensors with a row for each
-//       step that is read; kWalk, the place from which on is said where rows lie (recurrent_rows.cuh); kRowsAt, kStreamsAt,
-//       kStreamBytes, kSlotBytes in shared memory; DOWN, whether steps are walked from a sequence's last one to its first one
+// Pass: what chain.cuh asks for; SLOTS, STREAMS, tensors with a row for each step that is read; kWalk, the place from which on is
+//       said where rows lie (recurrent_rows.cuh); kRowsAt, kStreamsAt, kStreamBytes, kSlotBytes in shared memory; DOWN, whether
+//       steps are walked from a sequence's last one to its first one
 #pragma once
 #include "kernels/chain.cuh"
 #include "kernels/recurrent/recurrent_rows.cuh"
@@ -30,19 +30,19 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     return shared + Pass::kStreamsAt + step % Pass::SLOTS * Pass::kSlotBytes + stream * Pass::kStreamBytes;
   }
 
-  // What the loading warp does: `load(to, step, stream, row, unit)` brings a row of a stream.
+  // What the loading warp does: `load(to, stream, row, unit)` brings a row of a stream.
   template <class Load> DEVICE void bring(u32 step, const Load& load) const {
     for (int unit = 0; unit < Pass::UNITS; ++unit) {
       const Row mine = row(step, unit);
       if (mine.there())
-        UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), step, stream, mine, unit);
+        UNROLL for (int stream = 0; stream < Pass::STREAMS; ++stream) load(stream_address(step, stream), stream, mine, unit);
     }
     commit_copies();
   }
 
-  // One step after another: the loading warp brings what the others, once they are ready(steps), go on with. `loader(thread)` is what
-  // brings a row, go(step, steps) what all threads do, each its part. How many steps there were
-  template <class Loader, class Ready, class Go> DEVICE u32 walk(const Loader& loader, const Ready& ready, const Go& go) const {
+  // One step after another: the loading warp brings what the others, once they are `ready`, go on with. `loader(thread)` is what
+  // brings a row, go(step) what all threads do, each its part.
+  template <class Loader, class Ready, class Go> DEVICE void walk(const Loader& loader, const Ready& ready, const Go& go) const {
     static_assert(Pass::UNITS <= 32);
     const Walk walk(params, Pass::kWalk);
     const u32 steps = walk.longest(begin, Pass::UNITS, units);
@@ -59,7 +59,7 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     __syncthreads();
     if (multiplies()) {
       Base::round_weights();
-      ready(steps);
+      ready();
     } else {
       ahead.advance(0);
       for (u32 step = 0; step < kCodes - 1; ++step)
@@ -68,20 +68,20 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
       for (u32 step = 0; step < Pass::SLOTS; ++step) bring(step, load);
       wait_for_copies<Pass::SLOTS - 1>();
     }
-    sync_all();
+    __syncthreads();
     ROLL for (u32 step = 0; step < steps; ++step) {
       if (!multiplies()) wait_for_copies<Pass::SLOTS - 2>();
-      go(step, steps);
+      go(step);
       if (multiplies()) continue;
       if (const Row row = ahead.advance(step + kCodes); reads_rows) rows().publish(step + kCodes - 1, thread, row);
       __syncwarp();
       bring(step + Pass::SLOTS, load);
     }
     wait_for_copies<0>();
-    return steps;
   }
-  // The same without a warp for it: all threads bring what is read, AHEAD steps ahead, when step calls what it is given. They meet
-  // at next_is_there() once a step. Behind `hold` nobody reads weights that lie where states will.
+  // The same by a cluster of blocks, without a warp for it: all threads bring what is read, AHEAD steps ahead, when a step calls
+  // what it is given, and meet at next_is_there() once a step. Behind `hold` nobody reads weights that lie where states will. How
+  // many steps there were
   template <int AHEAD, class Hold, class Loader, class Ready, class Go>
   DEVICE u32 walk_together(const Hold& hold, const Loader& loader, const Ready& ready, const Go& go) const {
     const Walk walk(params, Pass::kWalk);
@@ -101,7 +101,7 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
     ready(steps);
     for (u32 step = 0; step < AHEAD; ++step) bring_together(step, load);
     wait_for_copies<AHEAD - 1>();
-    sync_all();
+    sync_cluster();
     ROLL for (u32 step = 0; step < steps; ++step)
       go(step, steps, [&] {
         bring_together(step + AHEAD, load);
@@ -120,12 +120,5 @@ template <class Pass> struct RecurrentWalk : Chain<Pass> {
   DEVICE static void next_is_there() {
     wait_for_copies<Pass::SLOTS - 2>();
     __syncthreads();
-  }
-  // All blocks that take the same sequences
-  DEVICE static void sync_all() {
-    if constexpr (Pass::CLUSTER > 1)
-      sync_cluster();
-    else
-      __syncthreads();
   }
 };

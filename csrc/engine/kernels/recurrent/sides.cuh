@@ -9,8 +9,7 @@
 //
 // Weights are operand A of both contractions, 16 rows for a warp, of all gates, so that a feature's sums lie in one lane.
 //
-// Pass: what recurrent_walk.cuh asks for; Rows and Columns, the Sides; HIDDEN, features of a state; OUTPUTS, tensors with a row for
-//       each step that is written
+// Pass: what recurrent_walk.cuh asks for; Rows and Columns, the Sides; HIDDEN, features of a state
 #pragma once
 #include "kernels/recurrent/recurrent_walk.cuh"
 
@@ -63,6 +62,7 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
   using typename Base::Element, typename Base::Math;
   using Base::begin, Base::kSize, Base::lane, Base::memory, Base::params, Base::shared, Base::units, Base::warp;
   using Real = Sum<Element>;
+  using Both = Numbers<Element>;
   static constexpr bool kOne = Pass::UNITS == 1;
   const int rank;
 
@@ -82,7 +82,6 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     const int unit = kOne ? 0 : column / S::WIDE, own = column - unit * S::WIDE + lane.t * 2;
     return {unit, m, own, (S::kWholeM || m < S::WHOLE) && (S::kWholeN || (unit < Pass::UNITS && own < mine<S>()))};
   }
-  using Both = Numbers<Element>;
   template <class S> DEVICE static bool has_tile(int warp) { return S::TILES % Pass::WARPS == 0 || warp < S::TILES; }
   // go(h, n, two) for all that a lane has
   template <class S, class Go> DEVICE void each(const Go& go) const {
@@ -153,7 +152,8 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
       UNROLL_BY(kSteps<S> <= 8 ? 8 : 2) for (int k = 0; k < kSteps<S>; k += Math::kFlush) {
         Parts<S> parts;
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
-          if (kSteps<S> % Math::kFlush == 0 || k + j < kSteps<S>) step<Math::kStep, S, STATES>(parts.of, held, from, k + j, parts.low);
+          if (kSteps<S> % Math::kFlush == 0 || k + j < kSteps<S>)
+            step<Math::kStep, S, STATES>(parts.of, held, from, k + j, parts.low);
         parts.add_to(y);
       }
       repair<S, false, STATES>(y);
@@ -187,7 +187,8 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     }
   }
   template <int K, class S>
-  DEVICE void add_products(Sums<S>& y, Sums<S>& low, const Held<S>& held, int gate, int k, const typename Math::B (&b)[S::NT]) const {
+  DEVICE void add_products(Sums<S>& y, Sums<S>& low, const Held<S>& held, int gate, int k,
+                           const typename Math::B (&b)[S::NT]) const {
     typename Math::A a;
     if constexpr (!S::HELD) load_rows<K, S>(a, gate, k * Math::kStep);
     UNROLL for (int n = 0; n < S::NT; ++n) {
@@ -348,121 +349,4 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
 
   // Nobody leaves while others may still send to it
   DEVICE void leave() const { sync_cluster(); }
-
-  // Streams
-
-  // Where the first of two lies, and how far the second one is behind it
-  template <class S> static constexpr int kStreamApart = S::BY_ROWS ? S::STREAM_ROW : 1;
-  template <class S> DEVICE int stream_place(const Two& two) const {
-    const int of_unit = S::BY_ROWS ? S::OWN : S::WHOLE;
-    return S::BY_ROWS ? (two.unit * of_unit + two.n) * S::STREAM_ROW + two.m : (two.unit * of_unit + two.m) * S::STREAM_ROW + two.n;
-  }
-  template <class S> DEVICE Both take(u32 step, int stream, const Two& two) const {
-    const u32 from = Base::stream_address(step, stream) + stream_place<S>(two) * kSize;
-    Both both;
-    if constexpr (kSize == 2)
-      both.words[0] = S::BY_ROWS ? load_u16(from) | u32(load_u16(from + S::STREAM_ROW * kSize)) << 16 : load_u32(from);
-    else
-      UNROLL for (int i = 0; i < Both::kWords; ++i)
-        both.words[i] = load_u32(from + (i / Both::kEach * (S::BY_ROWS ? S::STREAM_ROW : 1) * kSize + i % Both::kEach * 4));
-    return both;
-  }
-  // All of a lane's numbers: of 16 bits, where tiles are whole, two streams' at once
-  template <class S, int N> DEVICE void take_all(u32 step, Both (&x)[Pass::STREAMS][2][N]) const {
-    constexpr int kTogether = kSize == 2 && S::kWholeM && S::kWholeN && kOne && S::STREAM_ROW % 8 == 0 ? 2 : 1;
-    UNROLL for (int stream = 0; stream < Pass::STREAMS; stream += kTogether)
-      UNROLL for (int n = 0; n < S::NT; ++n) {
-        if constexpr (kTogether == 1) {
-          UNROLL for (int h = 0; h < 2; ++h)
-            if (const Two two = this->template two<S>(h, n); two.there) x[stream][h][n] = take<S>(step, stream, two);
-        } else {
-          const int m = warp % S::M_TILES * 16 + lane.index / 8 % 2 * 8, own = (warp / S::M_TILES * S::NT + n) * 8;
-          const int row = S::BY_ROWS ? own + lane.index % 8 : m + lane.index % 8, behind = S::BY_ROWS ? m : own;
-          const u32 from = Base::stream_address(step, stream) + (row * S::STREAM_ROW + behind) * kSize;
-          if (stream + 1 < Pass::STREAMS) {
-            u32 four[4];
-            load_matrices<S::BY_ROWS>(four, from + lane.index / 16 * Pass::kStreamBytes);
-            UNROLL for (int i = 0; i < 4; ++i) x[stream + i / 2][i % 2][n].words[0] = four[i];
-          } else {
-            u32 two[2];
-            load_matrices<S::BY_ROWS>(two, from);
-            UNROLL for (int i = 0; i < 2; ++i) x[stream][i][n].words[0] = two[i];
-          }
-        }
-      }
-  }
-  // What a thread moves of a step's rows, of some TENSORS: pieces of lines that lie together there. Where these are, but for the row,
-  // stays in registers if they are few.
-  template <class S, int TENSORS = Pass::STREAMS> struct Pieces {
-    static constexpr int kLines = S::BY_ROWS ? S::OWN : S::WHOLE, kLine = S::BY_ROWS ? S::WHOLE : S::OWN;
-    static constexpr int kStep = S::BY_ROWS ? S::WHOLE : S::OTHER;  // from a line to the next
-    static constexpr int kFit = (kLine | kStep) * kSize, BYTES = kFit % 16 == 0 ? 16 : kFit % 8 == 0 ? 8 : 4;
-    static constexpr int kOfLine = kLine * kSize / BYTES, kOfStream = kLines * kOfLine, kAll = TENSORS * kOfStream;
-    static constexpr int kThreads = Pass::WARPS * 32, COUNT = ceil_div(kAll, kThreads);
-    static constexpr bool kStay = COUNT <= 4, kThere = S::kWholeN && kAll % kThreads == 0;
-    const void* from[kStay ? COUNT : 1];
-    u32 to[kStay ? COUNT : 1];  // ~0: nothing
-  };
-  template <class S, int TENSORS>
-  DEVICE void find(const Element* const (&tensors)[TENSORS], int i, const void*& from, u32& to) const {
-    using P = Pieces<S, TENSORS>;
-    const int j = threadIdx.x + i * P::kThreads, stream = j / P::kOfStream, line = j % P::kOfStream / P::kOfLine;
-    const int piece = j % P::kOfLine * (P::BYTES / kSize);
-    const bool there = P::kThere || (j < P::kAll && (S::OTHER % S::OWN == 0 || (S::BY_ROWS ? line : piece) < mine<S>()));
-    to = there ? stream * Pass::kStreamBytes + (line * S::STREAM_ROW + piece) * kSize : ~0u;
-    const Element* x = tensors[0];
-    UNROLL for (int k = 1; k < TENSORS; ++k)
-      if (stream == k) x = tensors[k];
-    from = x + i64(first<S>()) * (S::BY_ROWS ? S::WHOLE : 1) + line * P::kStep + piece;
-  }
-  template <class S, int TENSORS>
-  DEVICE void find_all(const Element* const (&tensors)[TENSORS], Pieces<S, TENSORS>& pieces) const {
-    if constexpr (Pieces<S, TENSORS>::kStay)
-      UNROLL for (int i = 0; i < Pieces<S, TENSORS>::COUNT; ++i) {
-        find<S>(tensors, i, pieces.from[i], pieces.to[i]);
-        stay_here(pieces.from[i]);
-      }
-  }
-  // To a slot, from rows that begin `behind` elements behind the tensors' first ones
-  template <class S>
-  DEVICE void load(const Element* const (&inputs)[Pass::STREAMS], const Pieces<S>& pieces, u32 slot, i64 behind, int unit) const {
-    using P = Pieces<S>;
-    slot += unit * P::kLines * S::STREAM_ROW * kSize;
-    UNROLL_BY(P::kStay ? P::COUNT : 2) for (int i = 0; i < P::COUNT; ++i) {
-      const void* from;
-      u32 to;
-      if constexpr (P::kStay)
-        from = pieces.from[i], to = pieces.to[i];
-      else
-        find<S>(inputs, i, from, to);
-      if (P::kThere || to != ~0u) copy_async<P::BYTES>(slot + to, static_cast<const Element*>(from) + behind, true);
-    }
-  }
-  // What leaves goes the same way back, of 16 bits where tiles and pieces are whole: matrices to where lines lie as they do in a
-  // slot, and, behind the block's barrier, pieces of 16 bytes to a row of a tensor, which begins behind(tensor) elements behind its
-  // first one. Each side has a place of its own: who writes the next step's does not wait for who reads this one's.
-  template <class S> static constexpr bool kStaged = kSize == 2 && S::kWholeM && S::kWholeN && kOne &&
-                                                     Pieces<S, Pass::OUTPUTS>::BYTES == 16 && Pieces<S, Pass::OUTPUTS>::kStay;
-  template <class S> DEVICE void stage(int tensor, int n, const Both& upper, const Both& lower) const {
-    const int m = warp % S::M_TILES * 16 + lane.index / 8 % 2 * 8, own = (warp / S::M_TILES * S::NT + n) * 8;
-    const int row = S::BY_ROWS ? own + lane.index % 8 : m + lane.index % 8, behind = S::BY_ROWS ? m : own;
-    const u32 words[2] = {upper.words[0], lower.words[0]};
-    store_matrices<S::BY_ROWS>(memory + S::OUT_AT + tensor * Pass::kStreamBytes + (row * S::STREAM_ROW + behind) * kSize, words);
-  }
-  template <class S, class Behind> DEVICE void give_staged(const Pieces<S, Pass::OUTPUTS>& pieces, const Behind& behind) const {
-    using P = Pieces<S, Pass::OUTPUTS>;
-    UNROLL for (int i = 0; i < P::COUNT; ++i) {
-      if (!P::kThere && pieces.to[i] == ~0u) continue;
-      const int tensor = (threadIdx.x + i * P::kThreads) / P::kOfStream;
-      Element* const to = static_cast<Element*>(const_cast<void*>(pieces.from[i])) + behind(tensor);
-      store_words<16>(to, load_words<16>(memory + S::OUT_AT + pieces.to[i]));
-    }
-  }
-  // Two numbers to a tensor's row
-  template <class S> DEVICE static void give(Element* to, const Both& both) {
-    if constexpr (!S::BY_ROWS)
-      store_words<2 * kSize>(to, reinterpret_cast<const Words<2 * kSize>&>(both));
-    else
-      UNROLL for (int i = 0; i < 2; ++i) store_global(to + i * kApart<S>, narrow<Element>(both.of(i)));
-  }
 };
