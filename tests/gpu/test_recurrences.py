@@ -15,7 +15,7 @@ from factorlayer import FactorGRU
 KINDS = {
     "dense": dict(input_size=40, hidden_size=48),
     "kronecker": dict(input_size=48, hidden_size=48, structure="kronecker"),
-    "cluster": dict(input_size=32, hidden_size=48 * 64, structure="kronecker", factors=(48, 64)),
+    "cluster": dict(input_size=32, hidden_size=64 * 64, structure="kronecker", factors=(64, 64)),
     "rank-before": dict(input_size=48, hidden_size=64, structure="kronecker", rank=2, reset="before"),
     "monarch": dict(input_size=64, hidden_size=64, structure="monarch", blocks=8, bidirectional=True),
     "blocks": dict(input_size=32, hidden_size=64, structure="blocks", blocks=4, num_layers=2, activation="silu"),
