@@ -29,7 +29,7 @@ INTERFACES = {
     5: "ba9d33d0bcabf415",  # plans name more than three buffers of scratch
     6: "8e15f65555edf7ff",
     7: "6baa825b59bc85b7",
-    9: "634074dac6795d91",
+    9: "4605ec0bbc346fb8",
 }
 
 
