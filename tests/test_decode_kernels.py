@@ -16,6 +16,7 @@ from factorlayer.kernels.recurrent import decode_choice, decode_draw, decode_few
 from factorlayer.maths.decoder import Decoder, Made
 from factorlayer.maths.noise import gumbel
 from factorlayer.maths.recurrence import GATES, Recurrence
+from factorlayer.plan.planner import plan_of
 
 if TYPE_CHECKING:
     from emulator.driver import Emulator
@@ -68,7 +69,7 @@ def step_inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor
     """Tokens, of which one is not there, embedding, context, state, and the layers' weights and biases."""
     decoder, layers = case.decoder, []
     for layer in range(decoder.layers):
-        inputs = decoder.inputs(layer)
+        inputs = decoder.features_in(layer)
         layers.append(case.random(GATES * case.hidden, inputs, scale=inputs**-0.5))
         layers.append(case.random(GATES * case.hidden, case.hidden, scale=case.hidden**-0.5))
         layers += [case.random(GATES * case.hidden), case.random(GATES * case.hidden).flip(0)]
@@ -212,3 +213,9 @@ def test_the_few_best(dtype: str, emulator: Emulator, monkeypatch: pytest.Monkey
     right = order.gather(1, rest.sort(dim=1, descending=True, stable=True).indices)[:, :9]
     assert torch.equal(tokens, right)
     torch.testing.assert_close(best, scores.gather(1, right), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_planner_has_a_plan(case: Case) -> None:
+    kinds = [type(p) for p in plan_of(case.decoder.text, case.dtype, 0, GPU).passes]
+    assert kinds == [decode_step.DecodeStep] * case.decoder.layers + [decode_choice.DecodeChoice]

@@ -129,7 +129,7 @@ def _few_fake(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _decode_flops(tokens: Any, *shapes: Any, out_shape: Any = None, **_: Any) -> int:
     decoder = Decoder.parse(shapes[-1])
-    units = sum(GATES * (decoder.inputs(i) + decoder.hidden) for i in range(decoder.layers))
+    units = sum(GATES * (decoder.features_in(i) + decoder.hidden) for i in range(decoder.layers))
     return 2 * int(tokens[0]) * decoder.hidden * (units + decoder.vocabulary)
 
 

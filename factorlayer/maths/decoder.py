@@ -63,7 +63,7 @@ class Decoder:
     def hidden(self) -> int:
         return self.recurrence.hidden
 
-    def inputs(self, layer: int) -> int:
+    def features_in(self, layer: int) -> int:
         return self.embedding + self.context if layer == 0 else self.hidden
 
 

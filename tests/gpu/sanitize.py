@@ -310,7 +310,7 @@ def cases() -> Iterator[Case]:
         context = [(samples, decoder.context)] * (decoder.context > 0)
         of_head = [(decoder.vocabulary, hidden), *[(decoder.vocabulary,)] * decoder.biased]
         biases = [(gates,)] * 2 * decoder.recurrence.chain.bias
-        of_layers = [[(gates, decoder.inputs(i)), (gates, hidden), *biases] for i in range(decoder.layers)]
+        of_layers = [[(gates, decoder.features_in(i)), (gates, hidden), *biases] for i in range(decoder.layers)]
         shapes = ((decoder.layers, samples, hidden), *context, (EMBEDDED, decoder.embedding), *of_head)
         shapes = (*shapes, *itertools.chain(*of_layers))
         made = (samples, decoder.vocabulary if decoder.made == "scores" else 1)

@@ -70,7 +70,7 @@ class DecodeStep(OneSpread):
 
     @property
     def inputs(self) -> int:
-        return self.decoder.inputs(self.layer)
+        return self.decoder.features_in(self.layer)
 
     @property
     def hidden(self) -> int:
