@@ -77,6 +77,7 @@ def test_two_factors_forward(spec: LayerSpec, inputs: tuple[int, ...], dtype: st
     ("spec", "inputs", "dtype"),
     [
         (monarch((6, 8), (8, 5)), (20, 28), "bfloat16"),
+        (monarch((5, 13), (4, 9)), (1, 40, 24), "float16"),  # eight elements in order may be of two tensors
         (monarch((5, 12), (6, 8), rank=2), (1, 59), "float32"),
         (kronecker((40, 9), (24, 3)), (100, 260), "tf32"),
         (kronecker((40, 16), (24, 16)), (600, 40), "float16"),

@@ -117,8 +117,8 @@ template <class Pass> struct Streamed {
   };
   using Offset = typename Index<(i64(Q) * P * WG > 1 << 30)>::type;
   static constexpr bool kInOrder = Pass::GROUPS == 1 || Pass::NEXT == 1 || Pass::NEXT == FAST;  // groups of x and weights
-  // Of k's that lie together, accesses of 2 bytes would be too many: eight of them come as words.
-  static constexpr bool kEightsX = Pass::COPY_X == 2 && Pass::X_STEP == 1, kEightsW = Pass::COPY_W == 2;
+  // Of k's that lie together, in one tensor, accesses of 2 bytes would be too many: eight of them come as words.
+  static constexpr bool kEightsX = Pass::COPY_X == 2 && Pass::X_STEP == 1 && !kSeveral, kEightsW = Pass::COPY_W == 2;
   using Weights = Rows<kByRows ? WG * BN : BM, kByRows ? BN : BM, kEightsW ? 8 : Pass::COPY_W / kSize,
                        kInOrder && (!kByRows || Pass::STEP_B == 1 || Pass::B == 1), P, i64(Q) * P>;
   using States = Rows<WG * BM, BM, !kByRows ? BK / 8 : kEightsX ? 8 : Pass::COPY_X / kSize,
