@@ -81,7 +81,7 @@ OF_FAMILIES = [
     ("300x3 300x3", (450, 450), 40, torch.float64),
     ("8x8 512x512", (2048, 2048), 300, torch.bfloat16),
     ("monarch 32x32 32x32", (1000, 24), 300, torch.bfloat16),
-    ("monarch 31x33 33x31", (1000, 23), 40, torch.float32),
+    ("monarch 31x33 33x31", (1000, 23), 40, torch.float16),
 ]
 
 
