@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benches import decode, recurrent, sweep_figure, sweep_tables, tables
+from benches import decode, recurrent, recurrent_figure, sweep_figure, sweep_tables, tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 from benches.sweep_results import Sweep
@@ -33,7 +33,8 @@ python -m benches.report --check
 """
 SWEEPS = "sweeps"  # a section's name, and a folder's
 # The same of tables with a column for each thing that is measured, one for each machine: what writes them
-BESIDE = {"recurrent": recurrent.markdown, "decode": decode.markdown}
+RECURRENT = "recurrent"
+BESIDE = {RECURRENT: recurrent.markdown, "decode": decode.markdown}
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -59,6 +60,8 @@ def main(
                     draw(results, path)
             for plot, sweeps in sweeps_of(folder).items():
                 sweep_figure.draw(sweeps, plot)
+            for path in _files(folder / RECURRENT):
+                recurrent_figure.draw(path, path.with_suffix(".svg"))
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"benches.report: {error}", err=True)
         raise typer.Exit(2) from None
@@ -124,7 +127,12 @@ def with_sweeps(text: str, page: Path, folder: Path) -> str:
 def with_beside(text: str, page: Path, folder: Path) -> str:
     """The page's text with the tables of recurrent units and of decoders, one for each machine."""
     for name, markdown in BESIDE.items():
-        lines = [line for path in _files(folder / name) for line in ["", *markdown(path)]]
+        lines = []
+        for path in _files(folder / name):
+            lines += ["", *markdown(path)]
+            if name == RECURRENT:
+                plot = path.with_suffix(".svg")
+                lines += ["", f"![Microseconds a step, {plot.stem}]({_seen(plot, page)})"]
         if lines or f"<!-- benches:begin {name} -->" in text:
             text = _put(text, name, lines[1:], page, name)
     return text
