@@ -27,6 +27,7 @@ __all__ = [
     "convert",
     "export_choices",
     "factor_linear",
+    "fit",
     "fuse",
     "import_choices",
     "load_converted",
@@ -41,7 +42,7 @@ __all__ = [
 
 OF_MODELS = {"convert": "convert", "restore": "convert", "load_dense": "convert"}  # each with its module
 OF_MODELS |= {"load_converted": "checkpoints", "save_converted": "checkpoints"}
-OF_MODELS |= {"param_groups": "groups", "report": "report", "suggest": "suggest"}
+OF_MODELS |= {"fit": "fit", "param_groups": "groups", "report": "report", "suggest": "suggest"}
 
 if TYPE_CHECKING:
     from factorlayer.decoder import GRUDecoder
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from factorlayer.mlp import FactorMLP
     from factorlayer.models.checkpoints import load_converted, save_converted
     from factorlayer.models.convert import convert, load_dense, restore
+    from factorlayer.models.fit import fit
     from factorlayer.models.groups import param_groups
     from factorlayer.models.report import report
     from factorlayer.models.suggest import suggest

@@ -128,7 +128,7 @@ def _project_kronecker(spec: LayerSpec, W: Tensor) -> list[Tensor]:
         terms.append(_alternate(rest, [f.unsqueeze(0) for f in _successive_svd(rest)]))
         rest = rest - _sum_of_products(terms[-1])
     factors = [torch.cat(column) for column in zip(*terms, strict=True)]  # k times [rank, size]
-    return _balance(factors if spec.rank == 1 else _alternate(tensor, factors))
+    return balance(factors if spec.rank == 1 else _alternate(tensor, factors))
 
 
 def _successive_svd(tensor: Tensor) -> list[Tensor]:
@@ -169,7 +169,7 @@ def _alternate(tensor: Tensor, factors: list[Tensor]) -> list[Tensor]:
     return factors
 
 
-def _balance(factors: list[Tensor]) -> list[Tensor]:
+def balance(factors: list[Tensor]) -> list[Tensor]:
     """Equal norms in every term, so that no factor is large because another is small."""
     norms = torch.stack([factor.norm(dim=1) for factor in factors])  # [k, rank]
     wanted = norms.prod(0) ** (1 / len(factors))

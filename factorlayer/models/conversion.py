@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from factorlayer.maths.project import ProjectionError
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.models.fit import Fit
 from factorlayer.models.selection import Left
 
 
@@ -22,6 +23,7 @@ class Change:
     parameters_after: int
     error: ProjectionError | None = None
     settings: dict[str, Any] | None = None  # of what is structured now
+    fit: Fit | None = None  # of its outputs in the model, if that was asked for
 
     @property
     def name(self) -> str:
@@ -35,6 +37,7 @@ class Change:
             "parameters_before": self.parameters_before,
             "parameters_after": self.parameters_after,
             "error": None if self.error is None else self.error.weight,
+            "fit": None if self.fit is None else asdict(self.fit),
         }
 
 
@@ -64,12 +67,16 @@ class Conversion:
         }
 
     def __str__(self) -> str:
-        rows = [("layer", "before", "after", "parameters", "", "error")]
+        fitted = any(change.fit is not None for change in self.changes)
+        head = ("layer", "before", "after", "parameters", "", "error")
+        rows = [(*head, "of outputs", "fitted") if fitted else head]
         for change in self.changes:
             error = "-" if change.error is None else f"{change.error.weight:.2e}"
             sizes = f"{change.parameters_before}", f"-> {change.parameters_after}"
-            rows.append((" = ".join(change.names), change.before, change.after, *sizes, error))
-        lines = table(rows, "lllrlr")
+            row = (" = ".join(change.names), change.before, change.after, *sizes, error)
+            of_outputs = ("-", "-") if change.fit is None else (f"{change.fit.before:.2e}", f"{change.fit.after:.2e}")
+            rows.append((*row, *of_outputs) if fitted else row)
+        lines = table(rows, "lllrlrrr"[: len(rows[0])])
         would = "would become" if self.dry_run else "became"
         share = self.parameters_after / max(1, self.parameters_before)
         layers = f"{len(self.changes)} layer{'s' * (len(self.changes) != 1)}"

@@ -6,7 +6,8 @@ All that is new is made first, and then swapped in: a call that fails has change
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +30,10 @@ from factorlayer.models.dense import (
     owned,
     weight_of,
 )
+from factorlayer.models.distil import check_batches, distil
 from factorlayer.models.encoders import close, reopen
+from factorlayer.models.fit import RIDGE
+from factorlayer.models.rows import Example
 from factorlayer.models.selection import MOST_NAMED, Chosen, Settings, check_model, select
 
 Initialize = Literal["project", "fresh"]
@@ -43,6 +47,8 @@ def convert(
     initialize: Initialize = "project",
     keep: bool = False,
     dry_run: bool = False,
+    inputs: Iterable[Example] | None = None,
+    ridge: float = RIDGE,
 ) -> Conversion:
     """Swaps a model's dense layers, nn.Linear and the Conv1D of transformers, for FactorLinear, in place.
 
@@ -55,6 +61,11 @@ def convert(
             of outputs that the layer's own weights give.
         keep: the original weights are kept, which restore(model) brings back.
         dry_run: returns the same Conversion, and changes nothing.
+        inputs: batches for the model, with which layers are fitted to what they should return, weights and bias, from
+            their projections on (models/distil.py): a list, or what else can be gone through again. Each is a tensor,
+            a tuple of arguments, or a dict of them by name. The model is called in eval mode, with all batches twice
+            for each layer.
+        ridge: of that fit, as factorlayer.fit has it; what few samples show stays near the layer's own matrix.
 
     Names, dtype, device, requires_grad, mode and hooks stay, and the bias is the same parameter. Optimizers have to be
     made afterwards. Layers that are more than a weight and a bias of their own stay as they are, as with tied weights:
@@ -64,6 +75,11 @@ def convert(
         raise ValueError(f"convert: initialize should be 'project' or 'fresh', it is {initialize!r}")
     if keep and initialize == "fresh":
         raise ValueError("convert: keep=True is for initialize='project': fresh layers have nothing to go back to")
+    if inputs is not None:
+        if initialize == "fresh" or dry_run:
+            what = "dry_run=True calls no model" if dry_run else "initialize='fresh' starts from nothing"
+            raise ValueError(f"convert: inputs fit layers from their projections on, and {what}: leave one of them out")
+        check_batches(inputs)
     chosen, left = select(model, mapping, "convert")
     changes, made = [], []
     for each in chosen:
@@ -75,11 +91,41 @@ def convert(
             made.append((each.place, layer))
     before = count_of(model)
     after = before + sum(change.parameters_after - change.parameters_before for change in changes)
+    if inputs is not None:
+        changes = _fitted(model, made, changes, inputs, ridge)
     _swap(made)
     if made:
         close(model)
         _guard(model)
     return Conversion(tuple(changes), tuple(left), before, after, dry_run)
+
+
+def _fitted(
+    model: nn.Module,
+    made: list[tuple[Place, FactorLinear]],
+    changes: list[Change],
+    batches: Iterable[Example],
+    ridge: float,
+) -> list[Change]:
+    """Layers fitted, each with a bias of its own until all are: the dense ones still have theirs."""
+    biases = [(layer, bias) for _, layer in made if (bias := layer.bias) is not None]
+    for _, layer in made:
+        if layer.bias is not None:
+            layer.register_parameter("bias", nn.Parameter(layer.bias.detach().clone()))
+    fits = distil(model, made, batches, ridge, _swap)
+    found = []
+    for (place, layer), change in zip(made, changes, strict=True):
+        if id(layer) in fits:
+            matrix = matrix_of(place.module)
+            layer.projection_error = projection_error(layer.spec, layer.weights, matrix, None, None)
+            change = replace(change, error=layer.projection_error, fit=fits[id(layer)])
+        found.append(change)
+    with torch.no_grad():
+        for layer, bias in biases:
+            assert layer.bias is not None
+            bias.copy_(layer.bias)
+            layer.register_parameter("bias", bias)
+    return found
 
 
 def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:

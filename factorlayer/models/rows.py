@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,17 +32,29 @@ def rows_of(model: nn.Module, layers: Iterable[nn.Module], batch: int | Example,
         if id(module) in found and given and isinstance(given[0], Tensor):
             found[id(module)] += math.prod(given[0].shape[:-1])
 
-    modes = [(part, part.training) for part in model.modules()]
     hook = register_module_forward_pre_hook(record)
+    try:
+        with evaluated(model):
+            call(model, batch)
+    finally:
+        hook.remove()
+    return found
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients, and each module's own mode again afterwards."""
+    modes = [(part, part.training) for part in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
-            if isinstance(batch, Mapping):
-                model(**batch)
-            else:
-                model(*(batch if isinstance(batch, tuple) else (batch,)))
+            yield
     finally:
-        hook.remove()
         for part, mode in modes:
             part.training = mode
-    return found
+
+
+def call(model: nn.Module, example: Example) -> Any:
+    if isinstance(example, Mapping):
+        return model(**example)
+    return model(*(example if isinstance(example, tuple) else (example,)))

@@ -1,0 +1,127 @@
+"""The layers that convert makes, fitted one by one to what the dense ones compute in the model.
+
+In the order in which the model calls them: targets are the outputs of the dense layer in the model as it was, inputs
+are those that the layer gets behind the layers that were fitted before it, so that it makes up for what these leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorlayer.layers import FactorLinear
+from factorlayer.models.dense import Place, Sharing, bias_of, matrix_of
+from factorlayer.models.fit import SWEEPS, Fit, fit_pairs
+from factorlayer.models.rows import Example, call, evaluated
+
+Made = Sequence[tuple[Place, FactorLinear]]
+Record = tuple[Tensor, Tensor]  # what a layer was called with, and returned
+
+
+def check_batches(batches: Any) -> None:
+    if isinstance(batches, Tensor | tuple | Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            "convert: inputs should be batches, such as a list, each a tensor, a tuple of the model's arguments or a "
+            f"dict of them by name; it is a {type(batches).__name__}"
+        )
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"convert: inputs should be batches that can be gone through again for each layer, such as a list; a "
+            f"{type(batches).__name__} is at its end after the first"
+        )
+
+
+def distil(
+    model: nn.Module, made: Made, batches: Iterable[Example], ridge: float, swap: Callable[[Any], None]
+) -> dict[int, Fit]:
+    """Fits layers that are to be swapped in, and swaps none: the model is as it was. By the id of a layer; those that
+    the model does not call are not among them."""
+    fits: dict[int, Fit] = {}
+    sharing = Sharing(model)
+    ready: list[tuple[Place, nn.Module]] = []
+    with evaluated(model), _called():
+        for place, layer in _in_order(model, made, batches):
+            back = [(each, each.module) for each, _ in ready]
+
+            def pairs(module: nn.Module = place.module, name: str = place.name, back: Any = back) -> Iterator[Record]:
+                for batch in _checked(batches):
+                    wanted = _records(model, module, batch)
+                    try:
+                        swap(ready)
+                        given = _records(model, module, batch) if ready else wanted
+                    finally:
+                        swap(back)
+                    if len(given) != len(wanted):
+                        raise ValueError(
+                            f"convert: {name} is called {len(wanted)} times with a batch, and {len(given)} times where "
+                            "layers before it are structured: it cannot be fitted in this model"
+                        )
+                    yield from ((x, target) for (x, _), (_, target) in zip(given, wanted, strict=True))
+
+            matrix = matrix_of(place.module)
+            own = bias_of(place.module)
+            held = own is not None and bool(sharing.others(place.module, own))
+            who = f"convert: {place.name}"
+            fits[id(layer)] = fit_pairs(layer, pairs(), matrix, ridge, SWEEPS, who, hold_bias=held)
+            ready.append((place, layer))
+    return fits
+
+
+@contextmanager
+def _called() -> Iterator[None]:
+    """Layers of nn.TransformerEncoder are called, where it would read their weights."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _in_order(model: nn.Module, made: Made, batches: Iterable[Example]) -> Made:
+    """As the first batch comes through them; without those that it does not."""
+    first = next(_checked(batches), None)
+    if first is None:
+        raise ValueError("convert: inputs should have batches, there are none")
+    by_module = {id(place.module): (place, layer) for place, layer in made}
+    calls: list[int] = []
+    _listen(model, [place.module for place, _ in made], first, lambda module, x, output: calls.append(id(module)))
+    return [by_module[number] for number in dict.fromkeys(calls)]
+
+
+def _checked(batches: Iterable[Example]) -> Iterator[Example]:
+    for batch in batches:
+        if not isinstance(batch, Tensor | tuple | Mapping):
+            raise TypeError(
+                "convert: each batch of inputs should be a tensor, a tuple of the model's arguments or a dict of them "
+                f"by name; one is a {type(batch).__name__}"
+            )
+        yield batch
+
+
+def _records(model: nn.Module, module: nn.Module, batch: Example) -> list[Record]:
+    """Of each call of a module in a call of the model. Copies: what comes behind may write over them."""
+    found: list[Record] = []
+    _listen(model, [module], batch, lambda _, x, output: found.append((x.clone(), output.clone())))
+    return found
+
+
+def _listen(
+    model: nn.Module, modules: Sequence[nn.Module], batch: Example, say: Callable[[nn.Module, Tensor, Tensor], None]
+) -> None:
+    """Calls a model, and says of each call of the modules what the input was behind others' hooks, and the output
+    before them."""
+
+    def hear(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        say(module, args[0] if args else next(iter(named.values())), output)
+
+    hooks = [module.register_forward_hook(hear, prepend=True, with_kwargs=True) for module in modules]
+    try:
+        call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
