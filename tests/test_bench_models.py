@@ -1,0 +1,53 @@
+"""benches.models in small: rows of every task and subject, and their table. Models of transformers are needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
+
+from benches import models
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `foreign`")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
+
+
+def test_a_try_on_a_cpu(tmp_path: Path) -> None:
+    told = f"--small --device cpu --mode eager --output {tmp_path}/m.json"
+    result = CliRunner().invoke(models.app, told.split(), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "m.json").read_text())["rows"]
+    assert [(row["task"], row["subject"]) for row in rows] == [(t, s) for t in models.TASKS for s in models.SUBJECTS]
+    for row in rows:
+        assert row["ms"] > 0 and row["notes"] == []
+        assert (row["adamw_ms"] is not None) == row["task"].endswith("train")
+    dense, monarch, kronecker, batched = (row["parameters"] for row in rows[:4])
+    assert dense > monarch == batched > kronecker
+    assert models.markdown(tmp_path / "m.json")[2:] == result.stdout.splitlines()
+
+
+def test_what_fails_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such kernel\nat all")
+
+    monkeypatch.setattr(models, "_train", broken)
+    row = models.measured("gpt2-train", "eager", "dense", models.SMALL, "cpu")
+    assert row.ms is None and row.notes == ["no such kernel"]
+    assert models.line(row, [row]).endswith("| - | - | - | - | no such kernel |")
+
+
+def test_both_implementations_of_a_monarch_layer_are_the_same_model() -> None:
+    made = []
+    for subject in ("monarch", "monarch batched"):
+        torch.manual_seed(0)
+        model = models.build("gpt2-train", models.SMALL)
+        models.structure(model, subject, models.SMALL)
+        made.append(model.state_dict())
+    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+    assert sum(name.endswith("weight_0") for name in made[0]) == 2 * models.SMALL.layers
