@@ -1,5 +1,5 @@
 """A dense network that has learned scikit-learn's digits, made smaller: its layers projected onto structured ones under
-budgets of parameters, and trained on for a few epochs.
+budgets of parameters, fitted to what the dense ones compute, and trained on for a few epochs.
 
 python examples/shrink.py --picture shrink.png
 """
@@ -52,7 +52,7 @@ def main(
     rate: Annotated[float, typer.Option(help="Learning rate of dense layers.")] = 1e-3,
     picture: Annotated[Path | None, typer.Option(help="Where to draw accuracies (needs matplotlib).")] = None,
 ) -> None:
-    """Convert a trained network under several budgets: accuracy when projected, trained on, and drawn anew instead."""
+    """Convert a trained network under several budgets: accuracy projected, fitted, each trained on, and drawn anew."""
     split = data()
     torch.manual_seed(0)
     layers = [nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)]
@@ -64,17 +64,18 @@ def main(
     rows = []
     for share in budget or [0.5, 0.25, 0.1, 0.05, 0.03]:
         mapping = suggest(dense, share)
-        projected, fresh = copy.deepcopy(dense), copy.deepcopy(dense)
+        projected, fitted, fresh = (copy.deepcopy(dense) for _ in range(3))
         done = convert(projected, mapping)
+        convert(fitted, mapping, inputs=[split[0]])
         convert(fresh, mapping, initialize="fresh")
-        found = [accuracy(projected, split)]
-        for model in (projected, fresh):
+        found = [accuracy(projected, split), accuracy(fitted, split)]
+        for model in (projected, fitted, fresh):
             learn(model, split, further, rate)
             found.append(accuracy(model, split))
         rows.append((share, found))
         typer.echo(
-            f"{done.parameters_after / done.parameters_before:.1%} of the parameters: projected {found[0]:.1%}, "
-            f"{further} epochs later {found[1]:.1%}, drawn anew {found[2]:.1%}"
+            f"{done.parameters_after / done.parameters_before:.1%} of the parameters: projected {found[0]:.1%}, fitted "
+            f"{found[1]:.1%}; {further} epochs later {found[2]:.1%} and {found[3]:.1%}, drawn anew {found[4]:.1%}"
         )
     typer.echo(report(projected, batch=128, training=True))
     if picture is not None:
@@ -86,7 +87,9 @@ def save(rows: list[tuple[float, list[float]]], dense: float, path: Path) -> Non
 
     figure = Figure(figsize=(5, 3), layout="constrained")
     axes = figure.subplots()
-    for i, name in enumerate(("projected", "projected, trained on", "drawn anew, trained on")):
+    for i, name in enumerate(
+        ("projected", "fitted", "projected, trained on", "fitted, trained on", "drawn anew, trained on")
+    ):
         axes.plot([100 * share for share, _ in rows], [100 * found[i] for _, found in rows], "o-", label=name)
     axes.axhline(100 * dense, color="gray", linestyle=":", label="dense, trained on")
     axes.set_xscale("log")

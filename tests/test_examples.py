@@ -114,12 +114,23 @@ def test_shrink(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = "--width 128 --epochs 8 --further 3 --budget 0.5 --budget 0.2 --rate 0.003"
     found = run("shrink", f"{arguments} --picture {tmp_path}/s.png")
-    rows = re.findall(r"^([\d.]+)% of .* projected ([\d.]+)%, 3 epochs later ([\d.]+)%", found, re.M)
-    shares, projected, later = zip(*[map(float, row) for row in rows], strict=True)
+    rows = re.findall(
+        r"^([\d.]+)% of .* projected ([\d.]+)%, fitted ([\d.]+)%; 3 epochs later ([\d.]+)% and ([\d.]+)%", found, re.M
+    )
+    shares, projected, fitted, *later = zip(*[map(float, row) for row in rows], strict=True)
     assert 40 < shares[0] <= 50 and 15 < shares[1] <= 20
-    assert min(later) > 90 and projected[0] > projected[1]
+    assert min(later[0] + later[1]) > 90 and projected[0] > projected[1]
+    assert fitted[1] > projected[1] + 5
     assert "the whole model: " in found and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_distil() -> None:
+    pytest.importorskip("sklearn")
+    found = run("distil", "--width 32 --layers 1 --epochs 2 --rate 0.01")
+    rows = re.findall(r"^\| (\w+), rank (\d+) \| ([\d.]+)% \| ([\d.]+)% \| ([\d.]+)% \|", found, re.M)
+    assert [row[0] for row in rows] == ["kronecker"] * 4 + ["monarch"] * 4
+    assert sum(float(fitted) < 0.9 * float(projected) for *_, projected, fitted in rows) >= 6
+
+
 def test_all_examples_are_run() -> None:
-    assert [path.stem for path in EXAMPLES] == ["digits", "image", "poisson", "shrink", "translate"]
+    assert [path.stem for path in EXAMPLES] == ["digits", "distil", "image", "poisson", "shrink", "translate"]

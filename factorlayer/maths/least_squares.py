@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from factorlayer.maths.project import balance
+from factorlayer.maths.project import balance, to_dense
 from factorlayer.maths.spec import LayerSpec
 
 DAMPING = 1e-12  # of the mean diagonal of a step's normal matrix
-ENOUGH = 1e-3  # stops when a sweep takes less than this share off what is left
+ENOUGH = 1e-3  # ends when a sweep takes off less than this share of what all have, and of what is left
 ROUNDING = 1e-15  # of the targets' squares: below it, what is left is what rounding leaves
 
 
@@ -36,15 +36,17 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 def least_squares(
-    spec: LayerSpec, weights: Sequence[Tensor], A: Tensor, B: Tensor, constant: float, sweeps: int
+    spec: LayerSpec, weights: Sequence[Tensor], A: Tensor, B: Tensor, at_start: float, sweeps: int
 ) -> tuple[list[Tensor], list[float]]:
-    """Weights from a start in float64, and what is left behind each sweep: constant + <W A, W> - 2 <W, B>."""
+    """From weights in float64, with which at_start is left: those found, and what is left before and behind sweeps."""
+    start = to_dense(spec, list(weights))
+    constant = at_start - float((start @ A * start).sum() - 2 * (start * B).sum())
     kind = _Kronecker if spec.tied or len(spec.in_factors) == 1 else _Monarch
     state = kind(spec, weights, A, B)
-    left: list[float] = []
+    left = [at_start]
     for _ in range(sweeps):
         left.append(constant + state.sweep())
-        if len(left) > 1 and left[-2] - left[-1] <= ENOUGH * left[-1] + ROUNDING * constant:
+        if left[-2] - left[-1] <= ENOUGH * min(at_start - left[-1], left[-1]) + ROUNDING * constant:
             break
     shaped = zip(state.weights(), spec.weight_shapes, strict=True)
     return [weight.reshape(shape) for weight, shape in shaped], left

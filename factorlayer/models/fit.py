@@ -105,8 +105,7 @@ def fit_pairs(
     A = moments.inputs + scale * torch.eye(spec.in_features, dtype=start.dtype, device=start.device)
     B = moments.rest + scale * away + start @ A
     at_start = moments.of_rest + scale * float(away.square().sum())
-    constant = at_start - float((start @ A * start).sum() - 2 * (start * B).sum())
-    weights, left = least_squares(spec, present, A, B, constant, iterations)
+    weights, left = least_squares(spec, present, A, B, at_start, iterations)
     before = moments.error_of(start, bias)
     fitted = [weight.to(own.dtype) for weight, own in zip(weights, layer.weights, strict=True)]
     matrix = to_dense(spec, [in_double(weight) for weight in fitted])  # what rounding made of it
@@ -115,13 +114,13 @@ def fit_pairs(
     after = moments.error_of(matrix, None if found is None else in_double(found))
     unseen = max(0, spec.in_features - moments.samples)
     if not after < before:
-        return Fit(before, before, len(left), moments.samples, unseen)
+        return Fit(before, before, len(left) - 1, moments.samples, unseen)
     with torch.no_grad():
         for own, weight in zip(layer.weights, fitted, strict=True):
             own.copy_(weight)
         if layer.bias is not None and found is not None:
             layer.bias.copy_(found)
-    return Fit(before, after, len(left), moments.samples, unseen)
+    return Fit(before, after, len(left) - 1, moments.samples, unseen)
 
 
 def check_layer(layer: nn.Module, who: str) -> None:
