@@ -81,6 +81,10 @@ def main(
     subject: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SUBJECTS)}; several times.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Rows begin before that many have passed.")] = None,
 ) -> None:
+    for names, known in ((task, TASKS), (mode, MODES), (subject, tuple(SUBJECTS))):
+        for name in names or []:
+            if name not in known:
+                raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
     begin, rows, machine = time.monotonic(), [], describe(device, [])
     sizes = SMALL if small else Sizes()
     typer.echo("\n".join(head()))
@@ -170,12 +174,13 @@ def _train(row: Row, model: nn.Module, sizes: Sizes, device: str) -> None:
     model.train()
     run = torch.compile(model) if row.mode == "compiled" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True, capturable=device == "cuda")
+    given: dict[str, Any]
     if row.task.startswith("vit"):
         pixels = torch.randn(sizes.images, 3, sizes.pixels, sizes.pixels, device=device)
         given = {"pixel_values": pixels, "labels": torch.arange(sizes.images, device=device)}
     else:
         ids = torch.randint(sizes.vocabulary, (sizes.sequences, sizes.tokens), device=device)
-        given = {"input_ids": ids, "labels": ids}
+        given = {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def step() -> None:
         with torch.autocast(device, torch.bfloat16):

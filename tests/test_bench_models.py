@@ -32,6 +32,12 @@ def test_a_try_on_a_cpu(tmp_path: Path) -> None:
     assert models.markdown(tmp_path / "m.json")[2:] == result.stdout.splitlines()
 
 
+def test_a_name_that_it_does_not_know_is_refused() -> None:
+    for option in ("--task", "--mode", "--subject"):
+        result = CliRunner().invoke(models.app, [option, "dence"])
+        assert result.exit_code == 2 and "'dence' is none of" in result.output
+
+
 def test_what_fails_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no such kernel\nat all")
