@@ -2,8 +2,8 @@
 
 All rows of results/NAME.json lie in docs/benchmarks.md, between <!-- benches:begin NAME --> and
 <!-- benches:end NAME -->; README has their means, in a small table, between the same lines of NAME-summary. What the
-sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together, and results/recurrent and
-results/decode between those of "recurrent" and "decode".
+sweeps in results/sweeps say lies between those of "sweeps", all seeds of a machine together, and results/recurrent,
+results/decode and results/models between those of "recurrent", "decode" and "models".
 With --check nothing is written, and the exit status says whether both files are up to date.
 """
 
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benches import decode, recurrent, recurrent_figure, sweep_figure, sweep_tables, tables
+from benches import decode, models, recurrent, recurrent_figure, sweep_figure, sweep_tables, tables
 from benches.machine import in_words
 from benches.results import FOLDER, PASS_NAMES, Results, Row
 from benches.sweep_results import Sweep
@@ -34,7 +34,7 @@ python -m benches.report --check
 SWEEPS = "sweeps"  # a section's name, and a folder's
 # The same of tables with a column for each thing that is measured, one for each machine: what writes them
 RECURRENT = "recurrent"
-BESIDE = {RECURRENT: recurrent.markdown, "decode": decode.markdown}
+BESIDE = {RECURRENT: recurrent.markdown, "decode": decode.markdown, "models": models.markdown}
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
