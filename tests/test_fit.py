@@ -286,6 +286,13 @@ def test_wrong_layers_and_settings_are_refused() -> None:
 # whole models
 
 
+class First(nn.Sequential):
+    """Which calls the first of its layers alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self[0](x))
+
+
 def batches() -> list[Tensor]:
     return [tokens(64), tokens(8)]
 
@@ -379,6 +386,22 @@ def test_nn_transformer_encoder() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_a_compiled_model_is_fitted_as_it_is_and_compiled_once() -> None:
+    net, compiled = First(nn.Linear(16, 16)), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    run = torch.compile(net.eval(), backend=backend)
+    x = torch.randn(50, 16)
+    with torch.no_grad():
+        run(x)
+    done = convert(run, {nn.Linear: dict(rank=2)}, inputs=[x])
+    assert done.changes[0].fit.samples == 50 and len(compiled) == 1
+    torch._dynamo.reset()
+
+
 def test_hooks_hear_and_change_what_a_layer_is_called_with() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)).double()
     net[2].register_forward_pre_hook(lambda module, given: (2 * given[0],))
@@ -421,7 +444,11 @@ def test_a_fit_that_fails_has_changed_nothing() -> None:
 
 
 def test_wrong_inputs_of_convert_are_refused() -> None:
-    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(5, 16)
+    net, x = First(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(5, 16)
+    with pytest.raises(
+        ValueError, match=r"^convert: with inputs the model calls none of the layers that it was to fit"
+    ):
+        convert(net, {"1": dict(rank=2)}, inputs=[x])
     wrong: list[tuple[type[Exception], Any, str]] = [
         (TypeError, x, "should be batches, such as a list, .*; it is a Tensor"),
         (TypeError, (x,), "it is a tuple"),

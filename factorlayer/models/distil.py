@@ -73,11 +73,13 @@ def distil(
 
 @contextmanager
 def _called() -> Iterator[None]:
-    """Layers of nn.TransformerEncoder are called, where it would read their weights."""
+    """Layers are called as modules: by nn.TransformerEncoder, which would read their weights, and where the model is
+    compiled, too."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
@@ -90,6 +92,8 @@ def _in_order(model: nn.Module, made: Made, batches: Iterable[Example]) -> Made:
     by_module = {id(place.module): (place, layer) for place, layer in made}
     calls: list[int] = []
     _listen(model, [place.module for place, _ in made], first, lambda module, x, output: calls.append(id(module)))
+    if not calls:
+        raise ValueError("convert: with inputs the model calls none of the layers that it was to fit")
     return [by_module[number] for number in dict.fromkeys(calls)]
 
 
