@@ -378,6 +378,7 @@ def test_a_layer_that_is_called_twice_is_fitted_to_both() -> None:
     assert done.changes[0].names == ("0", "2") and done.changes[0].fit.samples == 100
 
 
+@pytest.mark.feature("convert: inputs of nn.TransformerEncoder in eval mode", result="works")
 def test_nn_transformer_encoder() -> None:
     encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     net = nn.TransformerEncoder(encoder, 2).eval()
@@ -386,6 +387,7 @@ def test_nn_transformer_encoder() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.feature("convert: inputs of a compiled model", result="works")
 def test_a_compiled_model_is_fitted_as_it_is_and_compiled_once() -> None:
     net, compiled = First(nn.Linear(16, 16)), []
 
