@@ -137,3 +137,15 @@ def test_it_compiles(make: Any) -> None:
     right = logits(model, make)
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(logits(compiled, make), right, rtol=1e-8, atol=1e-8)
+
+
+@models
+def test_fitted_layers_are_nearer_than_projected_ones(make: Any) -> None:
+    dense, projected, fitted = (make().double() for _ in range(3))
+    mapping = dict.fromkeys(whole(dense), MONARCH)
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in EXAMPLES[make].items()}
+    convert(projected, mapping)
+    done = convert(fitted, mapping, inputs=[batch])
+    assert all(change.fit.after < change.fit.before for change in done.changes)
+    right = logits(dense, make)
+    assert (logits(fitted, make) - right).norm() < 0.8 * (logits(projected, make) - right).norm()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from transformer import Transformer, loss_of, tokens
 
-from factorlayer import FactorLinear, convert, param_groups, report, restore, suggest
+from factorlayer import FactorLinear, convert, fit, param_groups, report, restore, suggest
 
 MONARCH = dict(structure="monarch", blocks=4, rank=2)
 
@@ -62,3 +64,30 @@ def test_times_are_predicted_for_this_gpu_and_measured_on_it(training: bool) -> 
     assert all(0 < side.measured_us < 1e6 for line in found.lines for side in (line.before, line.after))
     convert(model, mapping)
     assert sum(isinstance(layer, FactorLinear) for layer in model) == len(mapping)
+
+
+def test_a_layer_is_fitted_as_on_a_cpu() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 24, dtype=torch.float64) @ torch.randn(24, 24, dtype=torch.float64)
+    dense = nn.Linear(24, 24, dtype=torch.float64)
+    there = copy.deepcopy(dense).cuda()
+    found, right = (FactorLinear.from_linear(each, **MONARCH) for each in (there, dense))
+    here = fit(right, x, dense(x))
+    assert fit(found, x.cuda(), there(x.cuda())).after == pytest.approx(here.after, rel=1e-4)
+    with pytest.raises(ValueError, match=r"inputs should be on the layer's device, cuda:0; batch 0 is on cpu"):
+        fit(found, x, dense(x))
+
+
+def test_layers_on_two_devices_are_fitted_where_they_are() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24, device="cuda")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)).cuda())
+
+    model = Split()
+    done = convert(model, {nn.Linear: MONARCH}, inputs=[torch.randn(200, 24)])
+    assert [part.weights[0].device.type for part in (model.first, model.second)] == ["cpu", "cuda"]
+    assert all(change.fit.after < change.fit.before for change in done.changes)
