@@ -192,7 +192,7 @@ def test_what_no_sample_shows_stays(structure: dict[str, Any]) -> None:
     x = samples(5, 24)
     found = fit(layer, x, dense(x).detach(), ridge=1e-6)
     assert found.after < 0.1 * found.before and found.unseen == 19
-    assert "19 directions or more had no sample" in str(found)
+    assert "19 directions of the inputs or more had no sample" in str(found)
     firm = FactorLinear.from_linear(dense, **structure)
     fit(firm, x, dense(x).detach(), ridge=1e6)
     torch.testing.assert_close(firm.to_dense(), start, rtol=1e-3, atol=1e-3)
@@ -419,7 +419,8 @@ def test_a_bias_that_others_have_too_stays() -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)).double()
     net[2].bias = net[0].bias
     before = net[0].bias.detach().clone()
-    done = convert(net, {"0": dict(rank=2)}, inputs=[samples(100, 16)])
+    done = convert(net, {"0": dict(rank=2)}, inputs=[samples(10, 16)])
+    assert str(done).splitlines()[-1] == f"few samples of 0: {done.changes[0].fit}" and done.changes[0].fit.unseen == 6
     assert net[0].bias is net[2].bias and torch.equal(net[0].bias, before)
     assert done.changes[0].fit.after < done.changes[0].fit.before
 

@@ -83,6 +83,8 @@ class Conversion:
         lines.append(
             f"{layers}; the model's {self.parameters_before} parameters {would} {self.parameters_after} ({share:.1%})"
         )
+        unseen = [change for change in self.changes if change.fit is not None and change.fit.unseen]
+        lines += [f"few samples of {change.name}: {change.fit}" for change in unseen]
         lines += [f"left as it is: {each}" for each in self.left]
         return "\n".join(lines)
 

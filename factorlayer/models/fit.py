@@ -36,11 +36,15 @@ class Fit:
     unseen: int = 0  # at least so many directions of the inputs had no sample
 
     def __str__(self) -> str:
-        unseen = f"; {self.unseen} directions or more had no sample, and stay near the reference" if self.unseen else ""
-        return (
+        found = (
             f"outputs differ by {self.after:.2e} of the targets, {self.before:.2e} before: {self.iterations} "
-            f"iterations, {self.samples} samples{unseen}"
+            f"iterations, {self.samples} samples"
         )
+        if self.unseen:
+            found += (
+                f"; {self.unseen} directions of the inputs or more had no sample, where nothing but the ridge counts"
+            )
+        return found
 
 
 def fit(
