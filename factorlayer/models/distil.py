@@ -45,30 +45,39 @@ def distil(
     ready: list[tuple[Place, nn.Module]] = []
     with evaluated(model), _called():
         for place, layer in _in_order(model, made, batches):
-            back = [(each, each.module) for each, _ in ready]
-
-            def pairs(module: nn.Module = place.module, name: str = place.name, back: Any = back) -> Iterator[Record]:
-                for batch in _checked(batches):
-                    wanted = _records(model, module, batch)
-                    try:
-                        swap(ready)
-                        given = _records(model, module, batch) if ready else wanted
-                    finally:
-                        swap(back)
-                    if len(given) != len(wanted):
-                        raise ValueError(
-                            f"convert: {name} is called {len(wanted)} times with a batch, and {len(given)} times where "
-                            "layers before it are structured: it cannot be fitted in this model"
-                        )
-                    yield from ((x, target) for (x, _), (_, target) in zip(given, wanted, strict=True))
-
-            matrix = matrix_of(place.module)
-            own = bias_of(place.module)
-            held = own is not None and bool(sharing.others(place.module, own))
+            bias = bias_of(place.module)
+            held = bias is not None and bool(sharing.others(place.module, bias))
+            pairs = _pairs(model, place, ready, batches, swap)
             who = f"convert: {place.name}"
-            fits[id(layer)] = fit_pairs(layer, pairs(), matrix, ridge, SWEEPS, who, hold_bias=held)
+            fits[id(layer)] = fit_pairs(layer, pairs, matrix_of(place.module), ridge, SWEEPS, who, hold_bias=held)
             ready.append((place, layer))
     return fits
+
+
+def _pairs(
+    model: nn.Module,
+    place: Place,
+    ready: list[tuple[Place, nn.Module]],
+    batches: Iterable[Example],
+    swap: Callable[[Any], None],
+) -> Iterator[Record]:
+    """Inputs of a dense layer behind those that are ready, and its outputs in the model as it was."""
+    dense = [(each, each.module) for each, _ in ready]
+    for batch in _checked(batches):
+        wanted = given = _records(model, place.module, batch)
+        if ready:
+            try:
+                swap(ready)
+                given = _records(model, place.module, batch)
+            finally:
+                swap(dense)
+        if len(given) != len(wanted):
+            raise ValueError(
+                f"convert: {place.name} is called {len(wanted)} times with a batch, and {len(given)} times where "
+                "layers before it are structured: it cannot be fitted in this model"
+            )
+        for (x, _), (_, target) in zip(given, wanted, strict=True):
+            yield x, target
 
 
 @contextmanager
