@@ -142,8 +142,8 @@ class FactorLinear(Recorded):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Input) -> Tensor:
-        """Of x [..., in_features], or of a list of tensors as if it were concatenated along the features."""
+    def forward(self, input: Input) -> Tensor:
+        """Of input [..., in_features], or of a list of tensors as if it were concatenated along the features."""
         parameters = self._parameters
         weights: list[Tensor]
         bias: Tensor | None
@@ -154,7 +154,7 @@ class FactorLinear(Recorded):
             weights, bias = self.weights, self.bias
         if self._scalar_names:
             weights += scalars(self.activation, self._scalar_names)
-        return run(self.spec, self.chain, x, weights, bias, self.implementation, "FactorLinear")
+        return run(self.spec, self.chain, input, weights, bias, self.implementation, "FactorLinear")
 
     @property
     def weights(self) -> list[Tensor]:

@@ -113,6 +113,11 @@ def test_parameters(name: str) -> None:
     assert (layer.in_features, layer.out_features) == (12, 20)
 
 
+def test_it_is_called_by_the_name_that_linear_has() -> None:
+    layer, x = FactorLinear(16, 24), torch.randn(3, 16)
+    assert torch.equal(layer(input=x), layer(x))
+
+
 def test_a_layer_without_bias_has_none() -> None:
     layer = FactorLinear(12, 20, bias=False)
     assert layer.bias is None
