@@ -26,7 +26,7 @@ FLOORS = (
     ("autograd",),
     ("tuning",),
     ("functional.py",),
-    ("layers.py",),
+    ("layers.py", "adapters"),
     ("recurrences",),
     ("stacks",),
     ("mlp.py", "recurrent.py"),

@@ -8,8 +8,10 @@ from functools import reduce
 
 import pytest
 import torch
-from in_place import put_into_linear_operator
+from in_place import go_our_way
 from torch import Tensor
+
+from factorlayer import adapters
 
 pytest.importorskip("linear_operator", reason="needs linear_operator, of the extra `foreign`")
 
@@ -22,10 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 @pytest.fixture(autouse=True, scope="module")
 def _ours() -> Iterator[None]:
     """In place for all tests of this file, of which some must have called it."""
-    with pytest.MonkeyPatch.context() as patch:
-        calls = put_into_linear_operator(patch.setattr)
+    with pytest.MonkeyPatch.context() as patch, adapters.take_over_operators() as taken:
+        go_our_way(patch.setattr)
         yield
-    assert calls
+    assert taken.calls["factorlayer"]
 
 
 def positive(size: int, *batch: int) -> Tensor:

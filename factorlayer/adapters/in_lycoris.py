@@ -1,0 +1,68 @@
+"""LyCORIS' LoKr layers with our product. Imported where lycoris is; lokr.py has the calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lycoris.modules import lokr as theirs
+from torch import Tensor
+
+from factorlayer.adapters.convolutions import places, why_no_matrix
+from factorlayer.adapters.lokr import Parts
+from factorlayer.adapters.products import is_faster_made, product
+
+LAYERS = theirs.LokrModule
+NAMES = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+
+
+class LokrModule(theirs.LokrModule):
+    """Both ways of theirs: bypass mode, and the one that makes the matrix, with its dropout of rows."""
+
+    def bypass_forward_diff(self, h: Tensor, scale: float = 1) -> Tensor:
+        dropped: Tensor = self.drop(_delta(self, h, scale))
+        return dropped
+
+    def _rebuild_forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        if is_faster_made(x, self.shape[:2]):
+            made: Tensor = super()._rebuild_forward(x, *args, **named)
+            return made
+        base: Tensor = self.org_forward(x, *args, **named)
+        y = _delta(self, x, self.multiplier)
+        if self.training and self.rank_dropout:
+            kept = (torch.rand(self.shape[0]) > self.rank_dropout).to(y.dtype)
+            if self.rank_dropout_scale:
+                kept /= kept.mean()
+            y = y * kept.view(-1, *[1] * (len(self.shape) - 2)).to(y.device)
+        return base + y
+
+
+CLASSES = {theirs.LokrModule: LokrModule}
+
+
+def why_left(layer: Any) -> str | None:
+    if type(layer) not in (*CLASSES, *CLASSES.values()):
+        return f"{type(layer).__name__} is a class of somebody's own"
+    if layer.wd:
+        return "weight_decompose takes the norm of the whole matrix"
+    if "forward" in layer.__dict__:
+        return "it is a parametrization, which makes the weight itself"
+    return why_no_matrix(layer.org_module[0])
+
+
+def parts_of(layer: Any) -> list[Parts]:
+    return [_tensors(layer)]
+
+
+def _tensors(layer: Any) -> Parts:
+    return Parts("it", {name: getattr(layer, name, None) for name in NAMES}, layer.shape[:2])
+
+
+def _delta(layer: Any, x: Tensor, scale: float | Tensor) -> Tensor:
+    """In the dtype of x, to which they cast what they make."""
+    first, second = ([half.to(x.device, x.dtype) for half in pair] for pair in _tensors(layer).factors())
+    w1 = first[0] if len(first) == 1 else first[0] @ first[1]
+    behind = len(layer.shape) - 2
+    if behind:
+        x = places(x, layer.org_module[0])
+    return product(x, w1 * (layer.scale * scale * layer.scalar.to(x.device, x.dtype)), second, behind)
