@@ -49,8 +49,15 @@ def put_into_peft(replace: Replace) -> Calls:
 
     from factorlayer.adapters import in_peft
 
-    ours = {base: in_peft.CLASSES[theirs] for base, theirs in LoKrModel.layers_mapping.items()}
-    replace(LoKrModel, "layers_mapping", ours)
+    theirs = LoKrModel._create_new_module
+
+    def taken(*args: Any, **named: Any) -> Any:
+        layer = theirs(*args, **named)
+        if in_peft.why_left(layer) is None:
+            layer.__class__ = in_peft.CLASSES[type(layer)]
+        return layer
+
+    replace(LoKrModel, "_create_new_module", staticmethod(taken))
     return counted(replace, in_peft, "peft")
 
 
