@@ -1,11 +1,11 @@
 """A training step of a LLaMA-shaped model with random weights: LoKr adapters as PEFT runs them, the same taken over,
-and LoRA of about as many parameters.
+LoRA of about as many parameters, and the base with one adapter in its first layer alone.
 
     python -m benches.adapters                     # on a GPU in bfloat16, each step eagerly and as a CUDA graph
     python -m benches.adapters --device cpu --hidden 256 --layers 2 --batch 2 --tokens 64
 
-Times are a GPU's, or on a CPU the process's own, each the median over rounds in which the three take turns. Ratios are
-medians of those of the rounds.
+Times are a GPU's, or on a CPU the process's own, each the median over rounds in which they take turns. Ratios are medians
+of those of the rounds.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main(
     batch: Annotated[int, typer.Option(help="sequences of a step")] = 8,
     tokens: Annotated[int, typer.Option(help="tokens of each")] = 512,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    rounds: Annotated[int, typer.Option(help="turns that each of the three takes")] = 7,
+    rounds: Annotated[int, typer.Option(help="turns that each of them takes")] = 7,
 ) -> None:
     import peft
 
@@ -114,8 +114,8 @@ def main(
     dtype = torch.bfloat16 if on_gpu else torch.float32
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(f"{name}, {dtype}, hidden {hidden}, {layers} layers, {batch} x {tokens} tokens; ms a training step")
-    print("| LoKr | how | parameters, LoRA's | PEFT | taken over | LoRA | PEFT / taken over | taken over / LoRA |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| LoKr | how | parameters, LoRA's | PEFT | taken over | LoRA | base | PEFT / taken over | taken over / LoRA |")
+    print("|---|---|---|---|---|---|---|---|---|")
     ids = torch.randint(VOCABULARY, (batch, tokens), device=device)
     for factor, r in CONFIGS:
         config = peft.LoKrConfig(r=r, alpha=r, decompose_factor=factor, target_modules="all-linear", init_weights=False)
@@ -124,7 +124,8 @@ def main(
         per_rank = parameters(adapted(peft.LoraConfig(r=1, target_modules="all-linear"), hidden, layers, device, dtype))
         rank = max(1, round(parameters(ours) / per_rank))
         lora = adapted(peft.LoraConfig(r=rank, target_modules="all-linear"), hidden, layers, device, dtype)
-        models = theirs, ours, lora
+        first = peft.LoraConfig(r=1, target_modules=r".*layers\.0\.self_attn\.q_proj")  # all that goes back goes to it
+        models = theirs, ours, lora, adapted(first, hidden, layers, device, dtype)
         losses = [model(input_ids=ids, labels=ids).loss.item() for model in models[:2]]
         if not math.isclose(*losses, rel_tol=1e-2):
             raise RuntimeError(f"the losses differ: {losses}")
@@ -135,8 +136,8 @@ def main(
                 step()
             taken = [[milliseconds(step, on_gpu, 5 if on_gpu else 1) for step in steps] for _ in range(rounds)]
             times = " | ".join(f"{statistics.median(column):.2f}" for column in zip(*taken, strict=True))
-            faster = statistics.median(theirs / ours for theirs, ours, _ in taken)
-            beside = statistics.median(ours / lora for _, ours, lora in taken)
+            faster = statistics.median(theirs / ours for theirs, ours, *_ in taken)
+            beside = statistics.median(ours / lora for _, ours, lora, _ in taken)
             counts = f"{parameters(ours)}, {parameters(lora)} (r = {rank})"
             row = f"factor {factor}, r = {r} | {how} | {counts} | {times} | {faster:.2f} | {beside:.2f}"
             print(f"| {row} |", flush=True)
