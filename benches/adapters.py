@@ -4,8 +4,8 @@ LoRA of about as many parameters, and the base with one adapter in its first lay
     python -m benches.adapters                     # on a GPU in bfloat16, each step eagerly and as a CUDA graph
     python -m benches.adapters --device cpu --hidden 256 --layers 2 --batch 2 --tokens 64
 
-Times are a GPU's, or on a CPU the process's own, each the median over rounds in which they take turns. Ratios are medians
-of those of the rounds.
+Times are a GPU's, or on a CPU the process's own, each the median over rounds in which they take turns. Ratios are
+medians of those of the rounds.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main(
     dtype = torch.bfloat16 if on_gpu else torch.float32
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
     print(f"{name}, {dtype}, hidden {hidden}, {layers} layers, {batch} x {tokens} tokens; ms a training step")
-    print("| LoKr | how | parameters, LoRA's | PEFT | taken over | LoRA | base | PEFT / taken over | taken over / LoRA |")
+    print("| LoKr | how | parameters, LoRA's | PEFT | ours | LoRA | base | PEFT / ours | ours / LoRA |")
     print("|---|---|---|---|---|---|---|---|---|")
     ids = torch.randint(VOCABULARY, (batch, tokens), device=device)
     for factor, r in CONFIGS:

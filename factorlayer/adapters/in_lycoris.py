@@ -51,16 +51,14 @@ def why_left(layer: Any) -> str | None:
 
 
 def parts_of(layer: Any) -> list[Parts]:
-    return [_tensors(layer)]
-
-
-def _tensors(layer: Any) -> Parts:
-    return Parts("it", {name: getattr(layer, name, None) for name in NAMES}, layer.shape[:2])
+    return [Parts("it", {name: getattr(layer, name, None) for name in NAMES}, layer.shape[:2])]
 
 
 def _delta(layer: Any, x: Tensor, scale: float | Tensor) -> Tensor:
     """In the dtype of x, to which they cast what they make."""
-    first, second = ([half.to(x.device, x.dtype) for half in pair] for pair in _tensors(layer).factors())
+    first = [layer.lokr_w1] if layer.use_w1 else [layer.lokr_w1_a, layer.lokr_w1_b]
+    second = [layer.lokr_w2] if layer.use_w2 else [layer.lokr_w2_a, layer.lokr_w2_b]
+    first, second = ([half.flatten(1).to(x.device, x.dtype) for half in pair] for pair in (first, second))
     w1 = first[0] if len(first) == 1 else first[0] @ first[1]
     behind = len(layer.shape) - 2
     if behind:
