@@ -355,3 +355,19 @@ def test_a_model_with_other_adapters(peft: Any) -> None:
     model = peft.get_peft_model(two_layers(), peft.LoraConfig(target_modules=["0"]))
     with pytest.raises(ValueError, match="its adapters are PEFT's lora, which make no Kronecker product"):
         adapters.take_over(model)
+
+
+def test_a_layer_of_lycoris_with_a_part_missing(lokr: Any) -> None:
+    layer = lokr.LokrModule("layer", nn.Linear(48, 48), 1.0, 2, 1)
+    del layer.lokr_w2_b
+    with pytest.raises(ValueError, match="take_over: LokrModule: it lacks lokr_w2_b; load a file that has all parts"):
+        adapters.take_over(layer)
+
+
+def test_small_products_are_theirs_to_the_bit(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # of what goes our way everywhere
+    model = model_of(peft, two_layers())
+    x = rows(2, 48)
+    right = results(model, model, x)
+    adapters.take_over(model)
+    assert all(torch.equal(*pair) for pair in zip(results(model, model, x), right, strict=True))
