@@ -43,7 +43,8 @@ def adapted(config: Any, hidden: int, layers: int, device: str, dtype: torch.dty
         num_key_value_heads=hidden // 64,
         use_cache=False,
     )
-    model = transformers.LlamaForCausalLM(shape).to(device, dtype)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(shape).to(dtype)
     return peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
 
 
