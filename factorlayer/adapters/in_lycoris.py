@@ -9,7 +9,7 @@ from lycoris.modules import lokr as theirs
 from torch import Tensor
 
 from factorlayer.adapters.convolutions import places, why_no_matrix
-from factorlayer.adapters.lokr import Parts
+from factorlayer.adapters.parts import Parts
 from factorlayer.adapters.products import is_faster_made, product
 
 LAYERS = theirs.LokrModule

@@ -9,7 +9,7 @@ from peft.tuners.lokr import layer as theirs
 from torch import Tensor, nn
 
 from factorlayer.adapters.convolutions import places, why_no_matrix
-from factorlayer.adapters.lokr import Parts
+from factorlayer.adapters.parts import Parts
 from factorlayer.adapters.products import is_faster_made, product
 
 # Of a second factor that is one tensor [out, in, 1]. PEFT's make_kron gives it to torch.kron beside a matrix, which is
