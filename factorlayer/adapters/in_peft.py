@@ -68,9 +68,10 @@ CLASSES = {theirs.Linear: Linear, theirs.Conv1d: Conv1d, theirs.Conv2d: Conv2d}
 def why_left(layer: Any) -> str | None:
     if type(layer) not in (*CLASSES, *CLASSES.values()):
         return f"{type(layer).__name__} is a class of somebody's own"
-    if any(whole.dim() == CONV1D_DIMS for whole in layer.lokr_w2.values()):
+    reason = why_no_matrix(layer.get_base_layer())
+    if reason is None and any(whole.dim() == CONV1D_DIMS for whole in layer.lokr_w2.values()):
         return "PEFT's matrix of a Conv1d whose second factor is one tensor is another than w1 ⊗ w2"
-    return why_no_matrix(layer.get_base_layer())
+    return reason
 
 
 def parts_of(layer: Any) -> list[Parts]:
