@@ -1,8 +1,5 @@
 // Calls of Python functions, and the module that Python imports, with eager mode's calls.
 // Weak, so that a process without Python can load this library as well. Only functions: data would need Python at once.
-#pragma weak Py_IsInitialized
-#pragma weak PyGILState_Ensure
-#pragma weak PyGILState_Release
 #pragma weak PyCapsule_GetPointer
 #pragma weak PyCapsule_New
 #pragma weak PyErr_Clear
@@ -10,6 +7,8 @@
 #pragma weak PyEval_RestoreThread
 #pragma weak PyEval_SaveThread
 #pragma weak PyFloat_AsDouble
+#pragma weak PyGILState_Ensure
+#pragma weak PyGILState_Release
 #pragma weak PyImport_ImportModule
 #pragma weak PyList_GetItem
 #pragma weak PyList_New
@@ -32,10 +31,13 @@
 #pragma weak PyTuple_New
 #pragma weak PyTuple_SetItem
 #pragma weak PyTuple_Size
+#pragma weak PyType_GetFlags
 #pragma weak PyUnicode_AsUTF8AndSize
 #pragma weak PyUnicode_CompareWithASCIIString
+#pragma weak PyUnicode_FromStringAndSize
 #pragma weak Py_DecRef
 #pragma weak Py_IncRef
+#pragma weak Py_IsInitialized
 #include "python.h"
 
 #include <Python.h>

@@ -206,7 +206,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         "x should be a floating-point tensor, it is torch.quint8; convert it with x.float()",
     ),
     "array": (lambda x: x.numpy(), "x should be a tensor, it is of the type ndarray; convert it with torch.as_tensor"),
-    "list": (lambda x: x.tolist(), "x should be a tensor, it is of the type list; convert it with torch.as_tensor"),
+    "list": (
+        lambda x: x.tolist(),
+        "x should be a tensor or a list of tensors, x[0] is of the type list; convert it with torch.as_tensor",
+    ),
     "nothing": (lambda x: None, "x should be a tensor, it is of the type NoneType; convert it with torch.as_tensor"),
 }
 

@@ -30,7 +30,10 @@ def checked(who: str, given: Input, features: int, wanted: str, name: str = "x")
     for i, x in enumerate(given):
         if not isinstance(x, Tensor):
             kind = type(x).__name__
-            raise TypeError(f"{who}: {name} should be a tensor or a list of tensors, {name}[{i}] is of the type {kind}")
+            raise TypeError(
+                f"{who}: {name} should be a tensor or a list of tensors, {name}[{i}] is of the "
+                f"type {kind}; convert it with torch.as_tensor"
+            )
         if x.layout != torch.strided or x.is_nested:
             raise TypeError(f"{who}: the tensors of {name} should be dense, the layout of {name}[{i}] is {x.layout}")
     first, *others = given
