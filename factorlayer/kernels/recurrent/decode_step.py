@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import OneSpread, fastest
-from factorlayer.kernels.recurrent.recurrent import function_type
+from factorlayer.kernels.recurrent.recurrent import functions_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.decoder import Decoder
 from factorlayer.maths.recurrence import GATES
@@ -131,11 +131,7 @@ class DecodeStep(OneSpread):
         parts = (decoder.embedding, decoder.context) if self.layer == 0 else (self.hidden,)
         told["LOAD_VECTOR"] = math.gcd(*(load_bytes(part, self.dtype) for part in parts))
         told |= {"kStatesAt": self.states_at, "kSumsAt": self.made_at}
-        functions = [
-            function_type("Gate", "sigmoid", self.dtype),
-            function_type("Candidate", chain.activation, self.dtype),
-        ]
-        return [*constants(told), *functions]
+        return [*constants(told), *functions_of(chain, self.dtype)]
 
 
 def tilings(decoder: Decoder, layer: int, dtype: str, gpu: Gpu) -> Iterator[DecodeStep]:

@@ -16,6 +16,7 @@ from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.resident import stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, SUM_REGISTERS, Stage
 from factorlayer.kernels.work import round_up
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
 
 STEPS = 256  # that times are predicted for
@@ -217,10 +218,7 @@ class Recurrent(Pass):
 
     @property
     def functions(self) -> list[str]:
-        return [
-            function_type("Gate", "sigmoid", self.dtype),
-            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
-        ]
+        return functions_of(self.recurrence.chain, self.dtype)
 
     @property
     def before_last(self) -> list[str]:
@@ -247,9 +245,10 @@ class Recurrent(Pass):
         return function("load_weights(const C& c)", [*calls, "}"])
 
 
-def function_type(name: str, activation: str, dtype: str) -> str:
-    """A struct with an activation."""
-    return f"struct {name} {{ {activation_type(activation, dtype, 0)} }};"
+def functions_of(chain: Chain, dtype: str) -> list[str]:
+    """The functions of a unit's gates and of its candidate, each in a struct."""
+    named = {"Gate": "sigmoid", "Candidate": chain.activation}
+    return [f"struct {name} {{ {activation_type(function, dtype, 0)} }};" for name, function in named.items()]
 
 
 def parts_of(recurrence: Recurrence) -> int:

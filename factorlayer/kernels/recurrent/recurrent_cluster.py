@@ -23,7 +23,7 @@ from factorlayer.kernels.recurrent.recurrent import (
     REGISTERS,
     SLOTS,
     STEPS,
-    function_type,
+    functions_of,
 )
 from factorlayer.kernels.recurrent.sides import Side
 from factorlayer.kernels.stages import INSTRUCTIONS, row_step
@@ -259,10 +259,7 @@ class RecurrentCluster(Pass):
 
     @property
     def functions(self) -> list[str]:
-        return [
-            function_type("Gate", "sigmoid", self.dtype),
-            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
-        ]
+        return functions_of(self.recurrence.chain, self.dtype)
 
     @property
     def loading(self) -> list[str]:

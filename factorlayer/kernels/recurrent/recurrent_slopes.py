@@ -8,7 +8,7 @@ from factorlayer.activations.written import slope
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.recurrent.recurrent import function_type
+from factorlayer.kernels.recurrent.recurrent import functions_of
 from factorlayer.maths.recurrence import Recurrence
 
 THREADS = 256
@@ -42,11 +42,7 @@ class RecurrentSlopes(Pass):
             "HAS_BIAS": chain.bias,
         }
         told |= {"RESET_BEFORE": self.recurrence.reset == "before", "kInputs": 0}
-        functions = [
-            function_type("Gate", "sigmoid", self.dtype),
-            function_type("Candidate", chain.activation, self.dtype),
-        ]
-        return [*constants(told), *functions, slope(chain.activation, self.dtype, "Slope")]
+        return [*constants(told), *functions_of(chain, self.dtype), slope(chain.activation, self.dtype, "Slope")]
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSlopes:

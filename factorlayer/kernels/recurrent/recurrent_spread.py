@@ -15,7 +15,7 @@ from factorlayer.kernels.recurrent.recurrent import (
     OF_INSTRUCTION,
     OF_PRODUCT,
     STEPS,
-    function_type,
+    functions_of,
 )
 from factorlayer.kernels.resident import stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, row_step
@@ -145,10 +145,7 @@ class RecurrentSpread(Pass):
 
     @property
     def functions(self) -> list[str]:
-        return [
-            function_type("Gate", "sigmoid", self.dtype),
-            function_type("Candidate", self.recurrence.chain.activation, self.dtype),
-        ]
+        return functions_of(self.recurrence.chain, self.dtype)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
