@@ -35,9 +35,9 @@ from factorlayer.autograd.layer_ops import (
     transforms_active,
 )
 from factorlayer.autograd.runtime import MAX_WEIGHTS, class_of_batch, dtype_name, prepare_together
-from factorlayer.autograd.stack_ops import _backward_flops as stack_backward_flops
-from factorlayer.autograd.stack_ops import _forward_flops as stack_forward_flops
+from factorlayer.autograd.stack_ops import backward_flops as stack_backward_flops
 from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, known
+from factorlayer.autograd.stack_ops import forward_flops as stack_forward_flops
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.maths.chain import Chain, parse_layers

@@ -420,11 +420,11 @@ def _layers_backward_fake(
     return _backward_fake(grad_y, x, tensors, stack, wanted)
 
 
-def _forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
+def forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
     return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
 
 
-def _backward_flops(
+def backward_flops(
     grad_y_shape: Any, x_shape: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
 ) -> int:
     total, at, reaches_back = 0, 1, 0 in wanted
@@ -441,7 +441,7 @@ def _backward_flops(
 def _layers_backward_flops(
     grad_y_shape: Any, x_shape: Any, state_shapes: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
 ) -> int:
-    return _backward_flops(grad_y_shape, x_shape, tensor_shapes, stack, wanted)
+    return backward_flops(grad_y_shape, x_shape, tensor_shapes, stack, wanted)
 
 
 if missing_extension is None:
@@ -449,9 +449,9 @@ if missing_extension is None:
     torch.library.register_fake("factorlayer::stack_states")(_states_fake)
     torch.library.register_fake("factorlayer::stack_backward")(_backward_fake)
     torch.library.register_fake("factorlayer::layers_backward")(_layers_backward_fake)
-    register_flop_formula(torch.ops.factorlayer.stack_forward)(_forward_flops)
-    register_flop_formula(torch.ops.factorlayer.stack_states)(_forward_flops)
-    register_flop_formula(torch.ops.factorlayer.stack_backward)(_backward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_forward)(forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_states)(forward_flops)
+    register_flop_formula(torch.ops.factorlayer.stack_backward)(backward_flops)
     register_flop_formula(torch.ops.factorlayer.layers_backward)(_layers_backward_flops)
     _cuda = torch.library.Library("factorlayer", "IMPL")
     _cuda.impl("layers_backward", torch.no_grad()(backward_by_layers), "CUDA")

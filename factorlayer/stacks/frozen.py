@@ -20,7 +20,7 @@ from factorlayer.autograd.layer_ops import missing_extension, raise_better, runs
 from factorlayer.autograd.stack_ops import (
     Stack,
     _forward_fake,
-    _forward_flops,
+    forward_flops,
     runs,
     why_auto_is_not_stacked,
     why_no_stack,
@@ -180,7 +180,7 @@ def _frozen_fake(x: Tensor, frozen: Tensor, stack: str) -> Tensor:
 
 
 def _frozen_flops(x_shape: Any, frozen_shape: Any, stack: str, **_: Any) -> int:
-    return _forward_flops(x_shape, [frozen_shape], stack.removesuffix(FROZEN))
+    return forward_flops(x_shape, [frozen_shape], stack.removesuffix(FROZEN))
 
 
 if missing_extension is None:
