@@ -91,10 +91,7 @@ class GRUDecoder(nn.Module):
 
     @implementation.setter
     def implementation(self, name: Implementation) -> None:
-        try:
-            self._implementation = implementation_name(name)
-        except ValueError as error:
-            raise ValueError(f"GRUDecoder: {error}") from None
+        self._implementation = implementation_name(name, "GRUDecoder")
         self._known, self._at_once = {}, {}
 
     @staticmethod

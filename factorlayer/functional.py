@@ -55,9 +55,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {"auto": "auto", "naive": "naive", 
 IMPLEMENTATIONS |= {"v1": "naive", "v2": "batched", "v3": "fused"}
 
 
-def implementation_name(implementation: str) -> Implementation:
+def implementation_name(implementation: str, who: str = "") -> Implementation:
+    """The name that is meant; `who`, if given, is named in the error."""
     if not isinstance(implementation, str) or implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation should be one of {', '.join(IMPLEMENTATIONS)}; it is {implementation!r}")
+        words = f"implementation should be one of {', '.join(IMPLEMENTATIONS)}; it is {implementation!r}"
+        raise ValueError(f"{who}: {words}" if who else words)
     return IMPLEMENTATIONS[implementation]
 
 

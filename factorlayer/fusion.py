@@ -35,10 +35,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsSt
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
-    try:
-        chosen = implementation_name(implementation)
-    except ValueError as error:
-        raise ValueError(f"fuse: {error}") from None
+    chosen = implementation_name(implementation, "fuse")
     if isinstance(module, Fused):
         module = module.module
     elif is_hooked(module):

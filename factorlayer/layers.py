@@ -112,10 +112,7 @@ class FactorLinear(Recorded):
         if name == "activation" and hasattr(self, name):
             raise AttributeError("FactorLinear: activation is traced when the layer is built; build another layer")
         if name == "implementation":
-            try:
-                value = implementation_name(value)
-            except ValueError as error:
-                raise ValueError(f"FactorLinear: {error}") from None
+            value = implementation_name(value, "FactorLinear")
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -74,10 +74,7 @@ class Gated(Recorded):
 
     @implementation.setter
     def implementation(self, name: Implementation) -> None:
-        try:
-            self._implementation = implementation_name(name)
-        except ValueError as error:
-            raise ValueError(f"{self._who}: {error}") from None
+        self._implementation = implementation_name(name, self._who)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """What torch.jit.script asks every module for."""

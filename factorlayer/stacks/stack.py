@@ -465,10 +465,7 @@ class RunsAsStacks(nn.Module):
 
     @implementation.setter
     def implementation(self, name: Implementation) -> None:
-        try:
-            self._implementation = implementation_name(name)
-        except ValueError as error:
-            raise ValueError(f"{type(self).__name__}: {error}") from None
+        self._implementation = implementation_name(name, type(self).__name__)
         for stack in self.stacks:
             stack.implementation = self._implementation
         for layer in self._own_layers():
