@@ -193,9 +193,10 @@ bool is_true(PyObject* answer) {
 
 bool ask(PyObject* function) { return is_true(PyObject_CallObject(function, nullptr)); }
 
-// Whether nobody wants to see operators, or other tensors in place of these.
-bool is_usual() {
-  for (Py_ssize_t i = 0, count = PyTuple_Size(known.unusual); i < count; ++i)
+// Whether nobody wants to see operators, or other tensors in place of these. Autocast, the first who may, does not where
+// the tensors are in its dtype.
+bool is_usual(bool is_cast = false) {
+  for (Py_ssize_t i = is_cast, count = PyTuple_Size(known.unusual); i < count; ++i)
     if (ask(PyTuple_GetItem(known.unusual, i))) return false;
   const Object level(PyObject_GetAttr(known.forward_mode, known.level));
   return level.get() && PyLong_AsLong(level.get()) < 0;
@@ -252,10 +253,12 @@ std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const
   return text + "; " + chain;
 }
 
-// (chain, that with tf32, whether to choose, x or a list of what it is, bias, weights): y, recorded if it has to be, or None.
-PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t) {
+// (chain, that with tf32, whether to choose, x or a list of what it is, bias, weights, whether autocast has cast them): y,
+// recorded if it has to be, or None.
+PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
   const Object weights(PySequence_Tuple(given[5]));
-  if (!weights.get() || !describe || !is_usual()) return none();
+  const bool is_cast = given_count > 6 && PyObject_IsTrue(given[6]) > 0;
+  if (!weights.get() || !describe || !is_usual(is_cast)) return none();
   PyObject *const x = given[3], *const bias = given[4];
   const bool several = PyList_Check(x) || PyTuple_Check(x);
   const Object inputs(several ? PySequence_Tuple(x) : nullptr);

@@ -217,7 +217,8 @@ def run(
     try:
         if any_complex(x, weights, bias):
             x, weights, bias = all_complex(x, weights, bias, implementation, who)
-        if any_autocast():
+        as_given = not any_autocast()
+        if not as_given:
             x, weights, bias = autocast(x, weights, bias)
         shape = x.shape
         if not shape or shape[-1] != spec.in_features:
@@ -226,10 +227,10 @@ def run(
         rows = x if is_matrix else x.reshape(-1, spec.in_features)
     except (AttributeError, RuntimeError):
         return _of_no_rows(spec, chain, x, weights, bias, implementation, who)
-    if eager and not is_matrix:
-        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights)
+    if eager and not (is_matrix and as_given):
+        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights, not as_given)
         if y is not None:
-            return y.reshape(*shape[:-1], spec.out_features)
+            return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
     try:
         recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
         chosen = choose(chain, rows, implementation, who, rows.shape[0], recorded)
@@ -467,18 +468,24 @@ def _read_choices_first(*given: object) -> Tensor | None:
 
 
 def _layer_at_once_if_chosen(
-    text: str, tf32_text: str, chooses: bool, x: Input, bias: Tensor | None, weights: Sequence[Tensor]
+    text: str,
+    tf32_text: str,
+    chooses: bool,
+    x: Input,
+    bias: Tensor | None,
+    weights: Sequence[Tensor],
+    is_cast: bool = False,
 ) -> Tensor | None:
     """Leaves what was measured to be faster by batched to `choose`."""
     if chooses and (text in choices.BATCHED or tf32_text in choices.BATCHED):
         if are_several(x):
             return None
         if type(x) is not Tensor or x.dim() != 2:
-            return every_layer_at_once(text, tf32_text, chooses, x, bias, weights)
+            return every_layer_at_once(text, tf32_text, chooses, x, bias, weights, is_cast)
         recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, weights)
         if why_measured_batched(tf32_text if runs_in_tf32(x) else text, x, x.shape[0], recorded) is not None:
             return None
-    return every_layer_at_once(text, tf32_text, chooses, x, bias, weights)
+    return every_layer_at_once(text, tf32_text, chooses, x, bias, weights, is_cast)
 
 
 def _take_choices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_who_looks_on_is_shown_the_ops() -> None:
 @pytest.mark.feature("what the fast call leaves to the ops: subclasses and others", result="falls back")
 def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
     assert call(FactorLinear(12, 20), x) is None
+
+
+@pytest.mark.parametrize("leading", [(5,), (3, 2)], ids=str)
+def test_what_autocast_has_cast_goes_past_the_dispatcher(
+    leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = FactorLinear(12, 20)
+    x = torch.randn(*leading, 12, requires_grad=True)
+    narrow = copy.deepcopy(layer).bfloat16()
+    grad_y = torch.randn(*leading, 20).bfloat16()
+
+    def by_choice(*_: object) -> str:
+        raise AssertionError("this call went to the ops")
+
+    monkeypatch.setattr(factorlayer.functional, "choose", by_choice)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    y.backward(grad_y)
+    x_alone = x.detach().bfloat16().requires_grad_()
+    right = narrow(x_alone)
+    right.backward(grad_y)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, right)
+    for given, alone in zip((x, *layer.parameters()), (x_alone, *narrow.parameters()), strict=True):
+        assert given.grad.dtype == torch.float32 and torch.equal(given.grad, alone.grad.float())
 
 
 def test_it_chooses_as_auto_does() -> None:

@@ -292,7 +292,8 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 
-layer_at_once: Callable[..., Tensor | None] = not_at_once  # (text, tf32 text, whether to choose, x, bias, weights)
+# (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already, if not said no)
+layer_at_once: Callable[..., Tensor | None] = not_at_once
 _record_inputs: Callable[..., Any] = not_at_once  # (text, what x is, weights, bias), of a y that layer_at_once made
 
 
