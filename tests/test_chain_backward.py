@@ -45,6 +45,12 @@ def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Arr
     return [grad_x, *np.split(weights, np.cumsum(sizes)[:-1])]
 
 
+def right_gradients(spec: LayerSpec, x: Array, weights: list[Array], grad: Array) -> list[Array]:
+    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
+    found = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+    return [each.numpy().ravel() for each in found]
+
+
 def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
     """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks."""
     kernels, dtype, draw = emulator.compile(found), found.dtype, drawing(found.dtype)
@@ -59,13 +65,13 @@ def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
             x[batch // 2, 1 % x.shape[1]], grad[batch - 1, 2 % grad.shape[1]] = value, -value
         outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
         assert not errors
-        leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
-        right = torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))
+        right = right_gradients(spec, x, weights, grad)
+        sizes = [np.sqrt(each) for each in right_gradients(spec, x**2, [w**2 for w in weights], grad**2)]  # of sums
         made = gradients_of(outputs, found, spec)
-        for part, expected in zip(made, (t.numpy().ravel() for t in right), strict=True):
+        for part, expected, size in zip(made, right, sizes, strict=True):
             finite = np.isfinite(expected)
             assert not np.isfinite(part[~finite]).any()
-            allowed = 4 * EPS[dtype] * np.sqrt(len(spec.in_factors)) * np.linalg.norm(expected[finite])
+            allowed = 4 * EPS[dtype] * np.sqrt(len(spec.in_factors)) * np.linalg.norm(size[finite])
             assert np.linalg.norm(part[finite] - expected[finite]) <= allowed
         if seed == 1:
             for part, other in zip(made, before, strict=True):
