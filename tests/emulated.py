@@ -1,16 +1,21 @@
 """Kernels for GPUs that the campaign draws at random, at small sizes, and runs on the CPU by tests/emulator.
 
-Forward passes of layers and of stacks of dense ones, and all gradients of Kronecker layers: right numbers, the same for
-any order of blocks, no race, no access outside of a tensor, no sample that another one reaches.
+Forward passes of layers and of stacks of dense ones, all gradients of Kronecker layers, layers on several inputs, and
+steps of recurrences and of decoders: right numbers, the same for any order of blocks, no race, no access outside of a
+tensor, no sample that another one reaches.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import test_decode_kernels as decoding
+import test_inputs_emulated
+import test_recurrent_kernels as recurrent
 from emulator.driver import Emulator, why_not
 from oracle import spec_id
 from test_chain_backward import check as check_gradients
@@ -25,6 +30,7 @@ from test_emulator import (
 
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
@@ -55,7 +61,9 @@ class Emulated:
 
     def case(self, number: int) -> tuple[str, Callable[[], str]]:
         rng = random.Random(f"emulator {self.seed} {number}")
-        words, run = rng.choice([self.layer, self.layer, self.gradients, self.stack])(rng)
+        words, run = rng.choice(
+            [self.layer, self.layer, self.gradients, self.stack, self.inputs, self.recurrence, self.decoder]
+        )(rng)
 
         def checked() -> str:
             try:
@@ -97,3 +105,82 @@ class Emulated:
         return words, lambda: check_stack(
             plan_stack(tuple(layers), dtype, BATCHES[-1], replace(gpu, sms=2)), layers, batch, self.emulator
         )
+
+    def inputs(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """A layer that reads x as several tensors, forward and back."""
+        spec, dtype = drawn_spec(rng), rng.choice(DTYPES)
+        cuts = sorted(
+            rng.sample(range(1, max(2, spec.in_features)), min(rng.choice([1, 1, 2, 3]), spec.in_features - 1))
+        )
+        features = tuple(b - a for a, b in itertools.pairwise((0, *cuts, spec.in_features)))
+        batch = min(rng.choice([2, 3, 5, 9, 19]), max(2, int(WORK / spec.multiply_adds())))
+        asked = dtype, rng.choice(BATCHES), rng.choice([80, 90])
+
+        def run() -> None:
+            if len(features) < 2 or spec.in_features < 4:
+                raise PlanError("x is one tensor")
+            forward = test_inputs_emulated.planned(spec, Chain.of(spec, True, "relu"), features, *asked)
+            test_inputs_emulated.check_forward(spec, features, forward, batch, self.emulator)
+            if spec.structure == "kronecker":
+                back = test_inputs_emulated.planned(spec, all_gradients_of(spec), features, *asked)
+                test_inputs_emulated.check_gradients(spec, features, back, batch, self.emulator)
+
+        return f"inputs {features} {spec_id(spec)} {asked} n{batch}", run
+
+    def recurrence(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """A recurrence by one block or by several, forward and back, as the planner has it or shared by a cluster."""
+        size = rng.choice([1, 3, 5, 8, 12, 16, 20, 24, 33, 40])
+        chain = rng.choice(
+            [
+                recurrent.dense(size),
+                recurrent.blocks(rng.choice([2, 3, 4]), min(size, 20)),
+                recurrent.kronecker(rng.choice([2, 3, 5, 8, 12, 16, 24]), size),
+                recurrent.kronecker(2, rng.choice([2, 3, 4]), rng.choice([2, 5, 8])),
+            ]
+        )
+        alone, tied = len(chain.contractions) == 1, all(c.tied for c in chain.contractions)
+        case = recurrent.Case(
+            chain,
+            rng.choice(DTYPES),
+            rng.choice([1, 2, 3, 5, 9, 18]),
+            rng.choice([1, 2, 3, 4, 7]),
+            activation=rng.choice(["tanh", "tanh", "elu", "silu"]),
+            bias=rng.random() < 0.7,
+            **{name: rng.random() < 0.4 for name in ("reverse", "ragged", "starts", "joined")},
+        )
+        way = rng.choice(["", "", "before", "spread", "cluster"])
+        if way == "before":
+            case = replace(case, reset="before")
+        elif way == "spread" and alone and tied:
+            case = replace(case, spread=rng.choice([8, 16]))
+        elif way == "cluster" and len(chain.contractions) == 2:
+            case = replace(case, cluster=rng.choice([2, 3, 4]))
+
+        def run() -> None:
+            for backward in (False, True):
+                try:
+                    recurrent.planned(case, backward)
+                except (StopIteration, AssertionError):
+                    raise PlanError("nobody takes these") from None
+            recurrent.test_forward(case, self.emulator)
+            recurrent.test_backward(case, self.emulator)
+
+        return f"recurrence {case}", run
+
+    def decoder(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """A decoder's step and its choice."""
+        dtype = rng.choice([name for name in DTYPES if name != "tf32"])
+        embedding, hidden = rng.choice([1, 4, 5, 8, 16, 31]), rng.choice([1, 3, 8, 16, 20, 47, 64, 80])
+        context, vocabulary = rng.choice([0, 0, 1, 3, 8]), rng.choice([1, 2, 9, 40, 130, 700])
+        batch = rng.choice([1, 2, 3, 5, 8, 11, 16])
+        made = rng.choice(["best", "drawn", "scores"])
+        layer, activation = rng.choice([0, 0, 1]), rng.choice(["tanh", "silu"])
+        biased, samples = rng.random() < 0.7, rng.choice([s for s in (1, 2, 4, 8, 16) if s >= batch])
+        sizes = embedding, context, hidden, vocabulary, batch, samples
+        case = decoding.Case(dtype, *sizes, made, biased, layer, activation)
+
+        def run() -> None:
+            decoding.test_a_step(case, self.emulator)
+            decoding.test_a_choice(case, rng.random() < 0.3, self.emulator)
+
+        return f"decoder {case}", run

@@ -131,7 +131,7 @@ def test_a_choice(case: Case, special: bool, emulator: Emulator) -> None:
     head, bias = case.random(case.vocabulary, case.hidden), case.random(case.vocabulary)
     state = case.random(decoder.layers, case.batch, case.hidden)
     if special:  # all alike; one that is no number; none that is finite
-        head[:] = head[0]
+        head[:] = head[0].clone()
         bias[:] = -torch.inf if case.batch < 2 else 0
         state[-1, 1:2] = torch.nan
     numbers = torch.tensor(RANDOM)

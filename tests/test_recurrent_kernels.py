@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -351,6 +352,9 @@ def test_clusters_share_out_large_factors() -> None:
     assert taken(kronecker(48, 96), "tf32", asked=" | backward") is RecurrentClusterBackward
     assert taken(large, "bfloat16", 80) is taken(large, "bfloat16", reset="before") is Recurrent
     assert taken(kronecker(4, 4), "bfloat16") is Recurrent
+    odd = [replace(Case(kronecker(*sizes), "tf32"), cluster=2) for sizes in ((12, 3), (33, 16))]
+    for case, family in itertools.product(odd, (RecurrentCluster, RecurrentClusterBackward)):
+        assert not list(recurrent_cluster.tilings(family, case.recurrence, case.dtype, 1000, GPU))
 
 
 def test_pairs_of_elements_are_those_of_a_dtype() -> None:

@@ -287,6 +287,8 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
     if chain.parameters or recurrence.reset != "after" or any(c.p != c.q for c in chain.contractions):
         return
     sizes = tuple(c.p for c in chain.contractions)
+    if any(size % 2 for size in sizes):  # states are handed on in pairs, along rows and along columns
+        return
     # Where blocks have whole eights, operands and lines are whole.
     whole = tuple(n for n in range(2, MOST_BLOCKS + 1) if not any(size % (8 * n) for size in sizes))
     found = False
