@@ -1,47 +1,52 @@
-"""Two gloo ranks on this machine: gradients are the average of the ranks' own, of whole weights and of sharded ones."""
+"""Two gloo ranks on this machine: models are trained as one process trains them, their weights whole, sharded, or
+DTensors."""
 
-import multiprocessing
-import os
+from __future__ import annotations
+
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.distributed.checkpoint as dcp
 from modules import module, sample
-from torch import nn
+from processes import RANKS, run
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import (
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformer import Transformer, tokens
 from versions import fails_before_2_12
 
-from factorlayer import FactorLinear, functional
-
-RANKS = 2
-# What ranks begin with: a process that has imported these forks them
-multiprocessing.set_forkserver_preload(
-    ["factorlayer", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel"]
+from factorlayer import (
+    FactorGRU,
+    FactorLinear,
+    FactorMLP,
+    convert,
+    functional,
+    fuse,
+    load_converted,
+    save_converted,
 )
 
-
-def run(one_rank: Callable[..., None], store: Path, *arguments: object) -> None:
-    mp.start_processes(in_group, (one_rank, str(store), *arguments), RANKS, start_method="forkserver")
-
-
-def in_group(rank: int, one_rank: Callable[..., None], store: str, *arguments: object) -> None:
-    """Ranks that find nothing wrong wait for each other and end at once: taking a group apart waits, with Python's
-    lock, for a thread of gloo's, and that thread may be waiting for the lock."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    one_rank(rank, *arguments)
-    ended = dist.FileStore(f"{store}-ended", RANKS)
-    ended.set(str(rank), "")
-    ended.wait([str(r) for r in range(RANKS)])
-    os._exit(0)
+STEPS = 3
+MAPPING = {
+    "h.*.attn.*": dict(rank=2),
+    "h.*.mlp.c_fc": dict(structure="monarch", blocks=4, rank=2),
+    "h.*.mlp.c_proj": dict(rank=2),
+}
 
 
 def build() -> FactorLinear:
@@ -49,7 +54,7 @@ def build() -> FactorLinear:
     return FactorLinear(16, 36, activation="tanh", implementation="fused", dtype=torch.float64)
 
 
-def batch(rank: int) -> torch.Tensor:
+def batch(rank: int) -> Tensor:
     return torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
@@ -67,7 +72,132 @@ def train_one_rank(rank: int) -> None:
 
 @pytest.mark.feature("DistributedDataParallel and fully_shard", result="works")
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
-    run(train_one_rank, tmp_path / "store")
+    run(train_one_rank, tmp_path)
+
+
+# Whole models
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    model = Transformer().double()
+    convert(model, MAPPING)
+    return model
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return FactorMLP([(4, 4), (4, 8), (4, 4)], activation="silu", gated=True, residual=True, dtype=torch.float64)
+
+
+def stacks() -> nn.Module:
+    torch.manual_seed(0)
+    layers = FactorLinear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16), FactorLinear(16, 16)
+    return fuse(nn.Sequential(*layers).double())
+
+
+class Recurrent(FactorGRU):
+    """Of x [N, features], a sequence of two steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.stack([x, 2 * x]))[0][-1]
+
+
+def recurrent() -> nn.Module:
+    torch.manual_seed(0)
+    structures = ("kronecker", "monarch")
+    return nn.Sequential(*(Recurrent(16, 16, structure=structure, dtype=torch.float64) for structure in structures))
+
+
+def loss_of(model: nn.Module, given: Tensor) -> Tensor:
+    y = model(given)
+    if given.is_floating_point():
+        return y.square().mean()
+    return cross_entropy(y[:, :-1].flatten(0, 1), given[:, 1:].flatten())
+
+
+def losses(model: nn.Module, given: Tensor, alone: bool = False) -> list[float]:
+    """Of some steps, averaged over the ranks if each has a part of what is given."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, given)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mean = loss.detach().clone()
+        if not alone:
+            dist.all_reduce(mean)
+        found.append(mean.item() / (1 if alone else RANKS))
+    return found
+
+
+def by_blocks(model: nn.Module, **how: object) -> nn.Module:
+    """Sharded as large models are: what is in h, or what a sequence holds, by itself."""
+    for part in model.h if hasattr(model, "h") else model if isinstance(model, nn.Sequential) else ():
+        fully_shard(part, **how)
+    return fully_shard(model, **how)
+
+
+def train_models(rank: int) -> None:
+    x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for make, given in ((transformer, tokens(4)), (block, x), (stacks, x), (recurrent, x)):
+        expected = losses(make(), given, alone=True)
+        mine = given.chunk(RANKS)[rank]
+        for wrap in (DistributedDataParallel, by_blocks):
+            assert losses(wrap(make()), mine) == pytest.approx(expected, rel=1e-12)
+    expected = losses(transformer(), tokens(4), alone=True)
+    mine = tokens(4).chunk(RANKS)[rank]
+    fused = transformer()
+    for i, part in enumerate(fused.h):
+        fused.h[i] = fuse(part)
+    assert losses(by_blocks(fused), mine) == pytest.approx(expected, rel=1e-12)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    assert losses(by_blocks(transformer(), mp_policy=policy), mine) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.feature("DistributedDataParallel and fully_shard of converted, fused and recurrent models", result="works")
+def test_models_are_trained_as_by_one_process(tmp_path: Path) -> None:
+    run(train_models, tmp_path)
+
+
+def keep_models(rank: int, folder: str) -> None:
+    alone, sharded = transformer(), by_blocks(transformer())
+    expected = loss_of(alone, tokens())
+
+    def zeroed(model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return model
+
+    dcp.save(sharded.state_dict(), checkpoint_id=f"{folder}/dcp")
+    again = zeroed(by_blocks(transformer()))
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    again.load_state_dict(state)
+    torch.testing.assert_close(loss_of(again, tokens()), expected)
+    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        other = zeroed(transformer())
+        other.load_state_dict(whole)
+        torch.testing.assert_close(loss_of(other, tokens()), expected)
+    file = f"{folder}/model.safetensors"
+    save_converted(sharded, file)
+    dense = Transformer().double()
+    load_converted(dense, file)
+    torch.testing.assert_close(loss_of(dense, tokens()), expected)
+    again = zeroed(by_blocks(transformer()))
+    assert load_converted(again, file) is None
+    torch.testing.assert_close(loss_of(again, tokens()), expected)
+    with pytest.raises(ValueError, match=r"its weight is sharded \(DTensor\): convert the model before it is sharded"):
+        load_converted(by_blocks(Transformer().double()), file)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+@pytest.mark.feature("fully_shard: torch.distributed.checkpoint, whole state_dict, safetensors files", result="works")
+def test_sharded_models_are_kept(tmp_path: Path) -> None:
+    run(keep_models, tmp_path, str(tmp_path))
 
 
 # DTensors
@@ -139,7 +269,7 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
     ids=["whole", "sharded"],
 )
 def test_dtensors(of_parameters: Placement, tmp_path: Path) -> None:
-    run(run_dtensors, tmp_path / "store", of_parameters)
+    run(run_dtensors, tmp_path, of_parameters)
 
 
 def checkpoint_in_parallel(rank: int) -> None:
@@ -155,4 +285,4 @@ def checkpoint_in_parallel(rank: int) -> None:
 
 @pytest.mark.feature("activation checkpointing under DistributedDataParallel", result="works")
 def test_checkpointing_in_parallel(tmp_path: Path) -> None:
-    run(checkpoint_in_parallel, tmp_path / "store")
+    run(checkpoint_in_parallel, tmp_path)

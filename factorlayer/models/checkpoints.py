@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.models.conversion import Conversion
 from factorlayer.models.convert import convert
 from factorlayer.models.dense import converted, memory_of
@@ -27,7 +29,8 @@ def mapping_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def save_converted(model: nn.Module, path: str | Path) -> None:
-    """Writes a model's state_dict as safetensors, with what load_converted needs."""
+    """Writes a model's state_dict as safetensors, with what load_converted needs. A model whose parameters are DTensors
+    is saved by all its processes together, of which the first writes, and has whole weights in the file."""
     check_model(model, "save_converted")
     try:
         from safetensors import SafetensorError
@@ -35,22 +38,35 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
     except ImportError as error:
         raise ImportError(f"save_converted {MISSING}") from error
     first = {names[0] for names in _names(model)}
-    state = {name: value.contiguous() for name, value in model.state_dict().items() if name in first}
+    state = {name: value for name, value in model.state_dict().items() if name in first}
+    mesh = next((value.device_mesh for value in state.values() if is_sharded(value)), None)
+    whole = {name: (value.full_tensor() if is_sharded(value) else value).contiguous() for name, value in state.items()}
     try:
-        save_file(state, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+        if mesh is None or not any(mesh.get_coordinate() or ()):
+            save_file(whole, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
     except SafetensorError as error:
         raise OSError(f"save_converted: {path} cannot be written: {error}") from error
+    finally:
+        for group in [] if mesh is None else mesh.get_all_groups():
+            torch.distributed.barrier(group)  # the file is there when any process goes on
 
 
 def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
     """Converts a model as a file of save_converted says, and loads it. None says that there was nothing to convert, as
-    with a file of the dense model, or where the model has been converted so already."""
+    with a file of the dense model, or where the model has been converted so already: one whose parameters are DTensors
+    has to be, and each process takes its own part from the file."""
     check_model(model, "load_converted")
     state, mapping = read(path)
     present = mapping_of(model)
     missing = {name: settings for name, settings in mapping.items() if name not in present}
     done = convert(model, missing, initialize="fresh") if missing else None
-    model.load_state_dict(completed(model, state))
+    given = completed(model, state)
+    if any(map(is_sharded, model.parameters())):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+        set_model_state_dict(model, {**given}, options=StateDictOptions(full_state_dict=True))
+    else:
+        model.load_state_dict(given)
     return done
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.layers import FactorLinear
 from factorlayer.stacks.stack import RunsAsStacks, is_foreign
 
@@ -166,6 +167,9 @@ def _why_no_dense(module: nn.Module) -> str | None:
         return "it is a FactorLinear already: restore(model) makes dense layers of those that convert made"
     if any(parameter is not None and is_lazy(parameter) for parameter in module._parameters.values()):
         return "it has no sizes before its first call: call the model once, then convert"
+    for name, parameter in module._parameters.items():
+        if parameter is not None and is_sharded(parameter):
+            return f"its {name} is sharded (DTensor): convert the model before it is sharded"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized: torch.nn.utils.parametrize.remove_parametrizations, then convert"
     if isinstance(module, NonDynamicallyQuantizableLinear):
@@ -194,8 +198,6 @@ def _why_not_alone(module: nn.Module) -> str | None:
 def _why_weight(module: nn.Module, sharing: Sharing) -> str | None:
     weight = weight_of(module)
     for name, tensor in (("weight", weight), ("bias", bias_of(module))):
-        if type(tensor).__name__ == "DTensor":
-            return f"its {name} is sharded (DTensor): convert the model before it is sharded"
         if is_foreign(tensor):
             return f"its {name} is a {type(tensor).__name__}, which has products of its own, as quantised weights have"
     if weight.dtype not in DTYPES:

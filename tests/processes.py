@@ -1,0 +1,39 @@
+"""Two processes of one group over gloo on this machine, each of which runs a function."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RANKS = 2
+# What processes begin with: one that has imported these forks them
+multiprocessing.set_forkserver_preload(
+    [
+        "factorlayer",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel",
+    ]
+)
+
+
+def run(one_rank: Callable[..., None], folder: Path, *arguments: object) -> None:
+    """Calls it in each process, with its rank and the arguments."""
+    mp.start_processes(in_group, (one_rank, str(folder / "store"), *arguments), RANKS, start_method="forkserver")
+
+
+def in_group(rank: int, one_rank: Callable[..., None], store: str, *arguments: object) -> None:
+    """Processes that find nothing wrong wait for each other and end at once: taking a group apart waits, with Python's
+    lock, for a thread of gloo's, and that thread may be waiting for the lock."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    one_rank(rank, *arguments)
+    ended = dist.FileStore(f"{store}-ended", RANKS)
+    ended.set(str(rank), "")
+    ended.wait([str(r) for r in range(RANKS)])
+    os._exit(0)
