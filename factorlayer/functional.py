@@ -214,6 +214,8 @@ def run(
             return y
     if are_several(x):
         return _run_inputs(spec, chain, x, weights, bias, implementation, who)
+    if type(x) is not Tensor and is_sharded(x):
+        return _run_sharded(spec, chain, x, weights, bias, implementation, who)
     try:
         if any_complex(x, weights, bias):
             x, weights, bias = all_complex(x, weights, bias, implementation, who)
@@ -323,6 +325,28 @@ def _of_rows(
         if implementation == "fused":
             raise
         return None  # the kernels for one tensor may be another matter
+
+
+def _run_sharded(
+    spec: LayerSpec,
+    chain: Chain,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    implementation: str,
+    who: str,
+) -> Tensor:
+    """The layer on a DTensor, by what each process runs on its own tensors."""
+    from factorlayer.autograd.shards import run_sharded  # where DTensors are, their import has been paid for
+
+    _check_kinds(who, x, weights, bias)
+    if not x.dim() or x.shape[-1] != spec.in_features:
+        _check(who, spec, x, weights, bias)
+
+    def own(spec: LayerSpec, chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        return run(spec, chain, x, weights, bias, implementation, who)
+
+    return run_sharded(own, spec, chain, x, weights, bias, who)
 
 
 def _of_no_rows(

@@ -320,7 +320,7 @@ class FactorLinear(Recorded):
             lines.append(self._choice_in_words(x, batch))
         lines.append("runs " + self._implementation_in_words(chosen, x, batch, recorded))
         lines += [self._inputs_in_words(inputs, chosen, x, batch)] if inputs else []
-        return "\n".join([*lines, *explain_shards(self.implementation, self.parameters())])
+        return "\n".join([*lines, *explain_shards(self.parameters())])
 
     def _inputs_in_words(self, inputs: Sequence[int], chosen: str, x: Tensor, batch: int) -> str:
         """The words that say whether a list is concatenated."""

@@ -17,29 +17,20 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
+    DTensor,
     Placement,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformer import Transformer, tokens
-from versions import fails_before_2_12
 
-from factorlayer import (
-    FactorGRU,
-    FactorLinear,
-    FactorMLP,
-    convert,
-    functional,
-    fuse,
-    load_converted,
-    save_converted,
-)
+from factorlayer import FactorGRU, FactorLinear, FactorMLP, convert, fuse, load_converted, save_converted
 
 STEPS = 3
 MAPPING = {
@@ -211,65 +202,74 @@ def sharded(layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Modu
     return distribute_module(layer, mesh, shard)
 
 
-def run_dtensors(rank: int, of_parameters: Placement) -> None:
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run_dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
-    for kind in ("layer", "block", "fuse"):
-        for of_x in (Shard(0), Replicate()):
+    for kind in ("layer", "learned", "monarch", "ranked", "block", "fuse"):
+        for of_parameters, of_x in (
+            (Replicate(), Shard(0)),  # samples, of which one rank has more
+            (Replicate(), Shard(2)),  # features
+            (Shard(0), Shard(1)),
+            (Shard(0), Replicate()),
+        ):
             compare_dtensors(kind, mesh, of_x, of_parameters)
+    for kind in ("layer", "block", "fuse"):
+        samples_need_no_communication(kind, mesh)
         refuse_dtensors(kind, mesh)
+    told = module("layer", "auto").explain()
+    said = sharded(module("layer", "auto"), mesh, Shard(0)).explain().removeprefix(told).strip()
+    assert said.startswith("its parameters are DTensors now: of an x that is one, each process runs what it has")
 
 
 def compare_dtensors(kind: str, mesh: DeviceMesh, of_x: Placement, of_parameters: Placement) -> None:
-    """auto runs the batched implementation, of PyTorch's operations, which know how they are sharded; and says so."""
-    plain, x = module(kind, "naive"), sample(6)
+    plain, x = module(kind, "naive"), sample(5, 3)
     y = plain(x)
-    y.square().sum().backward()
-    why = "fused cannot: nobody has said how its kernels are sharded, and x is a DTensor"
-    for implementation, does in (("auto", "runs batched"), ("batched", ""), ("fused", "is refused")):
-        told = module(kind, implementation).explain()
-        assert "DTensor" not in told
-        said = sharded(module(kind, implementation), mesh, of_parameters).explain().removeprefix(told).strip()
-        assert said == (does and f"its parameters are DTensors now: an x that is one {does}, because {why}")
-    for implementation in ("auto", "batched"):
+    for implementation in ("batched", "auto"):
         model = sharded(module(kind, implementation), mesh, of_parameters)
-        functional._warned.clear()
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="factorlayer")
             found = model(distribute_tensor(x, mesh, [of_x]))
-        said = [str(w.message) for w in warned if "factorlayer" in str(w.message)]
-        assert len(said) == (implementation == "auto")
-        assert all("runs the batched implementation, not the fused one: nobody has said how its" in s for s in said)
-        torch.testing.assert_close(found.full_tensor(), y)
-        found.square().sum().backward()
-        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
-    with pytest.raises(RuntimeError, match="nobody has said how its kernels are sharded, and x is a DTensor; or use"):
-        sharded(module(kind, "fused"), mesh, of_parameters)(distribute_tensor(x, mesh, [of_x]))
+        torch.testing.assert_close(whole(found), y)
+    for one, other in zip(derivatives(model, found), derivatives(plain, y), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def derivatives(model: nn.Module, y: Tensor) -> list[Tensor]:
+    """Of first and second order, for every parameter."""
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(whole(y).square().sum(), parameters, create_graph=True)
+    total = sum(whole(gradient).square().sum() for gradient in first)
+    return [whole(each) for each in (*first, *torch.autograd.grad(total, parameters))]
+
+
+def samples_need_no_communication(kind: str, mesh: DeviceMesh) -> None:
+    model, x = sharded(module(kind, "fused"), mesh, Replicate()), distribute_tensor(sample(6), mesh, [Shard(0)])
+    with CommDebugMode() as communication:
+        y = model(x)
+    assert (communication.get_total_counts(), y.placements) == (0, (Shard(0),))
 
 
 def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
     x = sample(6)
-    for implementation in ("auto", "naive", "batched"):
+    for implementation in ("auto", "naive", "batched", "fused"):
         with pytest.raises(TypeError, match="should all be DTensors, or none of them, x is none; give x to distribute"):
             sharded(module(kind, implementation), mesh, Replicate())(x)
         with pytest.raises(TypeError, match="should all be DTensors, or none of them, a weight or the bias is none"):
             module(kind, implementation)(distribute_tensor(x, mesh, [Replicate()]))
-    with pytest.raises(NotImplementedError, match="ColwiseParallel currently only support nn"):
-        parallelize_module(module(kind, "auto"), mesh, ColwiseParallel())
+    model = sharded(module(kind, "auto"), mesh, Replicate())
+    with pytest.raises(ValueError, match="the last dimension of x should be in_features=12"):
+        model(distribute_tensor(sample(6)[:, 1:], mesh, [Replicate()]))
+    other = init_device_mesh("cpu", (1, RANKS))
+    with pytest.raises(ValueError, match="x and the parameters should be DTensors of one DeviceMesh"):
+        model(distribute_tensor(x, other, [Replicate(), Replicate()]))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.feature("DTensors", result="falls back")
-@pytest.mark.parametrize(
-    "of_parameters",
-    [
-        Replicate(),
-        pytest.param(Shard(0), marks=fails_before_2_12("a DTensor sharded along a factor refuses to be viewed")),
-    ],
-    ids=["whole", "sharded"],
-)
-def test_dtensors(of_parameters: Placement, tmp_path: Path) -> None:
-    run(run_dtensors, tmp_path, of_parameters)
+@pytest.mark.feature("DTensors", result="works")
+def test_dtensors(tmp_path: Path) -> None:
+    run(run_dtensors, tmp_path)
 
 
 def checkpoint_in_parallel(rank: int) -> None:

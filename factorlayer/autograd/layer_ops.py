@@ -81,7 +81,7 @@ def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
             "installed)"
         )
     if type(x) is not Tensor and is_sharded(x):
-        return "nobody has said how its kernels are sharded, and x is a DTensor"
+        return "its kernels take what a process has of x, and x is a DTensor"
     if x.dtype not in DTYPES:
         return f"it has kernels for {', '.join(map(str, DTYPES))}, x is {x.dtype}"
     if chain is not None and len(chain.contractions) > MOST_CONTRACTIONS:
@@ -99,14 +99,12 @@ def is_sharded(x: Tensor) -> bool:
     return type(x).__name__ == "DTensor"  # by name: to import it takes seconds
 
 
-def explain_shards(implementation: str, parameters: Iterable[Tensor]) -> list[str]:
+def explain_shards(parameters: Iterable[Tensor]) -> list[str]:
     """What explain() adds where parameters are DTensors: those are for an x that is one, or, as fully_shard's, whole
     when they are used."""
-    shard = next(filter(is_sharded, parameters), None)
-    if shard is None or implementation not in ("auto", "fused"):
+    if not any(map(is_sharded, parameters)):
         return []
-    does = "is refused" if implementation == "fused" else "runs batched"
-    return [f"its parameters are DTensors now: an x that is one {does}, because fused cannot: {why_never_fused(shard)}"]
+    return ["its parameters are DTensors now: of an x that is one, each process runs what it has"]
 
 
 def text_for(chain: Chain, x: Tensor) -> str:

@@ -282,7 +282,7 @@ def _factors_of_blocks(
         ("L", L, "out_features", out_features),
     ):
         if features % count:
-            near = sorted(_divisors(features), key=lambda d: (abs(d - count), d))[:3]
+            near = sorted(divisors(features), key=lambda d: (abs(d - count), d))[:3]
             raise ValueError(
                 f"blocks should divide the features: {name}={count} does not divide {feature_name}={features}; "
                 f"divisors near it are {', '.join(map(str, sorted(near)))}"
@@ -326,7 +326,7 @@ def _most_balanced(features: int, count: int) -> tuple[int, ...]:
             if (rest, -chosen[0] if chosen else 0) < (best[-1], -best[0]):
                 best = (*chosen, rest)
             return
-        for size in _divisors(rest):
+        for size in divisors(rest):
             if size >= smallest and size**left <= rest:
                 search(rest // size, size, (*chosen, size))
 
@@ -334,6 +334,6 @@ def _most_balanced(features: int, count: int) -> tuple[int, ...]:
     return best
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

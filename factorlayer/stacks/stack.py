@@ -483,7 +483,7 @@ class RunsAsStacks(nn.Module):
         asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
         measured = [f"  {line}" for stack in self.stacks for line in stack.measured()]
         of_stacks = (p for stack in self.stacks for member in stack.members for p in member.parameters())
-        shards = [f"  {line}" for line in explain_shards(self.implementation, of_stacks)]
+        shards = [f"  {line}" for line in explain_shards(of_stacks)]
         return "\n".join([*self.understood(), *asked, *measured, *shards])
 
     def freeze(self) -> Self:
