@@ -13,13 +13,7 @@ import torch.multiprocessing as mp
 RANKS = 2
 # What processes begin with: one that has imported these forks them
 multiprocessing.set_forkserver_preload(
-    [
-        "factorlayer",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
-        "torch.nn.parallel",
-    ]
+    ["factorlayer.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel"]
 )
 
 

@@ -29,7 +29,7 @@ FLOORS = (
     ("layers.py", "adapters"),
     ("recurrences",),
     ("stacks",),
-    ("mlp.py", "recurrent.py"),
+    ("mlp.py", "parallel.py", "recurrent.py"),
     ("decoder.py", "fusion.py", "models"),
     ("__init__.py",),
     ("cli",),

@@ -21,7 +21,7 @@ CHECKERS = {
 
 
 PAGES = {"readme.py": ROOT / "README.md"}  # those whose programs stand on their own, by the file they become
-PAGES |= {f"of_{name}.py": ROOT / "docs" / f"{name}.md" for name in ("layers", "blocks", "models")}
+PAGES |= {f"of_{name}.py": ROOT / "docs" / f"{name}.md" for name in ("layers", "blocks", "models", "distributed")}
 
 
 def program(page: Path) -> str:
@@ -30,6 +30,13 @@ def program(page: Path) -> str:
     assert found, page
     return "\n\n".join(found)
 
+
+GROUP = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # of one process, as torchrun says
 
 WRONG = """
 import torch
@@ -89,7 +96,7 @@ def test_a_page_has_no_errors(errors: Errors, name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(program(PAGES[name]))
-    environment = os.environ | {"FACTORLAYER_CACHE": str(tmp_path / "cache")}
+    environment = os.environ | GROUP | {"FACTORLAYER_CACHE": str(tmp_path / "cache")}
     command = [*python(), name]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

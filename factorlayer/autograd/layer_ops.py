@@ -104,7 +104,7 @@ def explain_shards(parameters: Iterable[Tensor]) -> list[str]:
     when they are used."""
     if not any(map(is_sharded, parameters)):
         return []
-    return ["its parameters are DTensors now: of an x that is one, each process runs what it has"]
+    return ["its parameters are DTensors now: of an x that is one, each process runs what it has (docs/distributed.md)"]
 
 
 def text_for(chain: Chain, x: Tensor) -> str:
