@@ -66,6 +66,7 @@ class FactorLinear(Recorded):
 
     bias: nn.Parameter | None
     projection_error: ProjectionError | None = None  # of from_linear
+    own_chain: Chain | None = None  # what each process runs, where parallelize_module has shared the layer out
 
     def __init__(
         self,
@@ -273,7 +274,14 @@ class FactorLinear(Recorded):
             for tuned in self.tuned(batch, recorded, "FactorLinear.warmup"):
                 if tuned.choice is None and not tuned.lasting:
                     warnings.warn(str(tuned), RuntimeWarning, stacklevel=2)
-        warm_up(self.chain, self._no_samples(), batch, self.implementation, "FactorLinear.warmup", recorded)
+        warm_up(
+            self.own_chain or self.chain,
+            self._no_samples(),
+            batch,
+            self.implementation,
+            "FactorLinear.warmup",
+            recorded,
+        )
 
     def tuned(self, batch: int, training: bool, who: str) -> Iterator[Tuned]:
         """Times and keeps, for inference and, if asked for, `training`: each as soon as it is measured."""
@@ -299,8 +307,8 @@ class FactorLinear(Recorded):
         """What a call with `batch` samples computes, moves and runs, in words; of an x that is a list of tensors with
         so many features each, if `inputs` are given."""
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
-        recorded = self._is_recorded()
-        chosen = choose(self.chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
+        recorded, chain = self._is_recorded(), self.own_chain or self.chain
+        chosen = choose(chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
         lines = [
             repr(self),
             f"{self.parameter_count} parameters, {spec.parameter_count / (spec.in_features * spec.out_features):.2%} "
@@ -316,9 +324,12 @@ class FactorLinear(Recorded):
                 f"  [{c.outer}, {c.p}, {c.inner}] -> [{c.outer}, {c.q}, {c.inner}] by weight_{c.weight}, {shared}"
                 + (f", for each of {spec.terms} terms" if spec.terms > 1 else "")
             )
-        if self.implementation == "auto" and why_auto_has_no_choice(self.chain, x) is None:
-            lines.append(self._choice_in_words(x, batch))
-        lines.append("runs " + self._implementation_in_words(chosen, x, batch, recorded))
+        if self.own_chain is not None:
+            each = f"[{chain.in_features}] to [{chain.out_features}]"
+            lines.append(f"shared out among processes, each of which has a layer from {each}")
+        if self.implementation == "auto" and why_auto_has_no_choice(chain, x) is None:
+            lines.append(self._choice_in_words(chain, x, batch))
+        lines.append("runs " + self._implementation_in_words(chain, chosen, x, batch, recorded))
         lines += [self._inputs_in_words(inputs, chosen, x, batch)] if inputs else []
         return "\n".join([*lines, *explain_shards(self.parameters())])
 
@@ -335,24 +346,24 @@ class FactorLinear(Recorded):
             return f"of several inputs: concatenated, as {chosen} takes one tensor"
         return explain_inputs(of_inputs(self.chain, tuple(inputs)), x, batch)
 
-    def _choice_in_words(self, x: Tensor, batch: int) -> str:
+    def _choice_in_words(self, chain: Chain, x: Tensor, batch: int) -> str:
         """The words that say where auto's choice comes from."""
-        found = choices.of_both_passes(text_for(self.chain, x), x, batch)
+        found = choices.of_both_passes(text_for(chain, x), x, batch)
         if not found and x.is_cuda:
-            text, device = text_for(self.chain, x), x.get_device()
+            text, device = text_for(chain, x), x.get_device()
             both = [predicted.predicted(text, x.dtype, device, batch, training) for training in (False, True)]
             return "\n".join(f"auto takes {each.implementation}: {each}" for each in both)
         if not found:
             return "auto takes fused as always: nothing was measured"
         return "\n".join(f"auto takes {choice.implementation}: {choice}" for choice in found)
 
-    def _implementation_in_words(self, chosen: str, x: Tensor, batch: int, recorded: bool) -> str:
+    def _implementation_in_words(self, chain: Chain, chosen: str, x: Tensor, batch: int, recorded: bool) -> str:
         if chosen == "fused" and x.is_cuda:
-            return f"fused, on a GPU: {explain_fused(self.chain, x, batch)}"
+            return f"fused, on a GPU: {explain_fused(chain, x, batch)}"
         if chosen == "fused":
             return f"fused, {torch.ops.factorlayer.instruction_set()} kernels: one pass over x for all contractions"
         if self.implementation == "auto":
-            return f"{chosen}, because {why_auto_is_batched(self.chain, x, batch, recorded)}"
+            return f"{chosen}, because {why_auto_is_batched(chain, x, batch, recorded)}"
         return f"{chosen}, as asked"
 
     def extra_repr(self) -> str:

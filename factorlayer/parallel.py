@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import style
 
 from factorlayer.autograd.inputs import are_several
+from factorlayer.autograd.shards import ways_of
 from factorlayer.layers import FactorLinear
 from factorlayer.maths.shards import Sharing, colwise, rowwise
 from factorlayer.maths.spec import LayerSpec
@@ -61,11 +62,12 @@ def _apply(
         axes = share_out(layer.spec, mesh.size()).axes
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
+    whole: Placement = Replicate()
+    cut = [whole if axis is None else Shard(axis) for axis in axes]
 
     def distribute(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
         if part is not layer:
             return  # an activation's parameters, which all have whole
-        cut = [Replicate() if axis is None else Shard(axis) for axis in axes]
         for name, placement in zip([*layer._weight_names, "bias"], [*cut, of_bias], strict=True):
             given = layer._parameters[name]
             if given is not None:
@@ -78,14 +80,17 @@ def _apply(
             raise TypeError(f"{who}: x should be one tensor, it is a list of {len(x)}; concatenate them")
         if isinstance(x, DTensor) or not isinstance(x, Tensor):
             return x
-        cut = layout in (Shard(-1), Shard(x.dim() - 1))
-        features = layer.in_features // mesh.size() if cut else layer.in_features
+        shared = layout in (Shard(-1), Shard(x.dim() - 1))
+        features = layer.in_features // mesh.size() if shared else layer.in_features
         if not x.dim() or x.shape[-1] != features:
             raise ValueError(
-                f"{who}: the last dimension of x should be {features}, {'a share' if cut else 'all'} of "
+                f"{who}: the last dimension of x should be {features}, {'a share' if shared else 'all'} of "
                 f"in_features={layer.in_features}, as input_layouts={layout} says; x has the shape {tuple(x.shape)}"
             )
         return DTensor.from_local(x, mesh, how.input_layouts, run_check=False)
 
     output = partial(how._prepare_output_fn, how.output_layouts, how.use_local_output)
-    return distribute_module(layer, mesh, distribute, prepare, output)
+    done = distribute_module(layer, mesh, distribute, prepare, output)
+    lie = [whole, *cut, *[whole] * layer.chain.parameters, *[of_bias] * layer.chain.bias]
+    layer.own_chain = ways_of(layer.spec, layer.chain, 2, (mesh.size(),), tuple((each,) for each in lie)).chain
+    return done

@@ -125,6 +125,8 @@ def runs_the_smaller_layer(kind: str, mesh: DeviceMesh) -> None:
     plain, model = pair(kind), parallelize_module(pair(kind), mesh, PAIR)
     with torch.no_grad(), Watch():
         model(sample())
+    assert asked == [layer.own_chain.text for layer in model]  # for which warmup compiles
+    assert "among processes, each of which has a layer from [16] to [12]" in model[0].explain()
     parts = [colwise(plain[0].spec, RANKS).part, rowwise(plain[1].spec, RANKS).part]
     numbers = [" ".join(map(str, (c.weight, c.outer, c.p, c.q, c.inner))) for p in parts for c in p.contractions]
     assert [stage.split(" ", 1)[1] for text in asked for stage in text.split("; ") if "tied" in stage] == numbers
