@@ -14,7 +14,7 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import UserActivation, activation_of, scalars
 from factorlayer.autograd.input_ops import explain_inputs, of_inputs
 from factorlayer.autograd.inputs import Input
-from factorlayer.autograd.layer_ops import explain_fused, explain_shards, text_for
+from factorlayer.autograd.layer_ops import explain_fused, explain_shards, is_sharded, text_for
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
@@ -176,6 +176,11 @@ class FactorLinear(Recorded):
 
     def to_dense(self) -> Tensor:
         """The matrix W [out_features, in_features]; gradients flow through it."""
+        if any(map(is_sharded, self.weights)):
+            raise ValueError(
+                "FactorLinear.to_dense: W is made of whole weights, these are sharded (DTensor): full_tensor() of each "
+                "makes them, called by all processes"
+            )
         return to_dense(self.spec, self.weights)
 
     def to_linear(self) -> nn.Linear:

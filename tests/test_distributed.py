@@ -30,7 +30,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformer import Transformer, tokens
 
-from factorlayer import FactorGRU, FactorLinear, FactorMLP, convert, fuse, load_converted, save_converted
+from factorlayer import (
+    FactorGRU,
+    FactorLinear,
+    FactorMLP,
+    convert,
+    fuse,
+    load_converted,
+    load_dense,
+    report,
+    restore,
+    save_converted,
+)
 
 STEPS = 3
 MAPPING = {
@@ -72,7 +83,7 @@ def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
 def transformer() -> nn.Module:
     torch.manual_seed(0)
     model = Transformer().double()
-    convert(model, MAPPING)
+    convert(model, MAPPING, keep=True)
     return model
 
 
@@ -183,6 +194,15 @@ def keep_models(rank: int, folder: str) -> None:
     torch.testing.assert_close(loss_of(again, tokens()), expected)
     with pytest.raises(ValueError, match=r"its weight is sharded \(DTensor\): convert the model before it is sharded"):
         load_converted(by_blocks(Transformer().double()), file)
+    again = zeroed(again)
+    torch.manual_seed(0)
+    load_dense(again, Transformer().double().state_dict())  # what transformer() converts
+    torch.testing.assert_close(loss_of(again, tokens()), expected)
+    assert report(again, 8).json() == report(alone, 8).json()
+    with pytest.raises(ValueError, match=r"restore: h.0.attn.c_attn cannot be restored: its weights are sharded"):
+        restore(again)
+    with pytest.raises(ValueError, match=r"to_dense: W is made of whole weights, these are sharded \(DTensor\)"):
+        again.h[0].mlp["c_fc"].to_dense()
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.models.conversion import Conversion
 from factorlayer.models.convert import convert
-from factorlayer.models.dense import converted, memory_of
+from factorlayer.models.dense import converted, load_whole, memory_of
 from factorlayer.models.selection import check_model, settings_of
 
 KEY = "factorlayer.convert"  # of the file's metadata: the mapping, as JSON
@@ -60,13 +60,7 @@ def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
     present = mapping_of(model)
     missing = {name: settings for name, settings in mapping.items() if name not in present}
     done = convert(model, missing, initialize="fresh") if missing else None
-    given = completed(model, state)
-    if any(map(is_sharded, model.parameters())):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-        set_model_state_dict(model, {**given}, options=StateDictOptions(full_state_dict=True))
-    else:
-        model.load_state_dict(given)
+    load_whole(model, completed(model, state))
     return done
 
 

@@ -26,6 +26,8 @@ from factorlayer.models.dense import (
     hand_over,
     hand_over_marks,
     in_words,
+    is_in_shards,
+    load_whole,
     matrix_of,
     owned,
     weight_of,
@@ -143,7 +145,13 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
     if not found:
         raise ValueError(f"restore: convert has made no layer of this {type(model).__name__}")
     owners = owned(model)
-    for place, _, _ in found:
+    sharded = is_in_shards(model)
+    for place, layer, _ in found:
+        if sharded and is_in_shards(layer):
+            raise ValueError(
+                f"restore: {place.name} cannot be restored: its weights are sharded (DTensor); restore a model of one "
+                "process, into which load_converted loads what save_converted writes of this one"
+            )
         if id(place.module) in owners:
             raise ValueError(
                 f"restore: {place.name} cannot be restored: {owners[id(place.module)]}; restore the model that it was "
@@ -205,7 +213,7 @@ def load_dense(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = T
             "load_dense: the state_dict has no dense weight of a layer that convert made: model.load_state_dict loads "
             "one of the converted model"
         )
-    model.load_state_dict(state, strict=strict)
+    load_whole(model, state, strict)
     return Conversion(tuple(changes), (), count_of(model), count_of(model))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,28 @@ def memory_of(parameter: Tensor) -> object:
     if is_lazy(parameter) or type(parameter) not in (Tensor, nn.Parameter) or parameter.layout != torch.strided:
         return id(parameter)
     return (parameter.device, parameter.data_ptr()) if not parameter.is_meta and parameter.numel() else id(parameter)
+
+
+def is_in_shards(module: nn.Module) -> bool:
+    """Whether it has parameters that are DTensors. Those that fully_shard has left whole after a call are taken apart
+    again before."""
+    if "torch.distributed.fsdp" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+    return any(map(is_sharded, module.parameters()))
+
+
+def load_whole(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Loads whole tensors, of which each process takes its own part where parameters are DTensors."""
+    if not is_in_shards(model):
+        model.load_state_dict(state, strict=strict)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, {**state}, options=StateDictOptions(full_state_dict=True, strict=strict))
 
 
 def owned(model: nn.Module) -> dict[int, str]:

@@ -16,7 +16,7 @@ from factorlayer.maths.project import project, projection_error
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.models.conversion import spec_in_words, table
 from factorlayer.models.costs import Cost, Costs, Side
-from factorlayer.models.dense import Place, count_of, is_dense, matrix_of, origin_of, places
+from factorlayer.models.dense import Place, count_of, is_dense, is_in_shards, matrix_of, origin_of, places
 from factorlayer.models.picture import draw
 from factorlayer.models.rows import Example, rows_of
 from factorlayer.models.selection import Chosen, Settings, check_model, select
@@ -175,7 +175,7 @@ def _error_left(module: nn.Module) -> float | None:
         return None
     origin = origin_of(module)
     kept = None if origin is None else origin.weight
-    if kept is not None and not kept.is_meta:
+    if kept is not None and not kept.is_meta and not is_in_shards(module):
         kept = kept.to(module.weights[0].device)
         return projection_error(module.spec, module.weights, kept, None, None).weight
     return None if module.projection_error is None else module.projection_error.weight
