@@ -239,6 +239,8 @@ def run_dtensors(rank: int) -> None:
     for kind in ("layer", "block", "fuse"):
         samples_need_no_communication(kind, mesh)
         refuse_dtensors(kind, mesh)
+    for structure in ("kronecker", "blocks"):
+        steps_of_dtensors(structure, mesh)
     told = module("layer", "auto").explain()
     said = sharded(module("layer", "auto"), mesh, Shard(0)).explain().removeprefix(told).strip()
     assert said.startswith("its parameters are DTensors now: of an x that is one, each process runs what it has")
@@ -270,6 +272,18 @@ def samples_need_no_communication(kind: str, mesh: DeviceMesh) -> None:
     with CommDebugMode() as communication:
         y = model(x)
     assert (communication.get_total_counts(), y.placements) == (0, (Shard(0),))
+
+
+def steps_of_dtensors(structure: str, mesh: DeviceMesh) -> None:
+    """By PyTorch's operations: the kernels of steps take no DTensors."""
+    gru = FactorGRU(12, 12, structure=structure, **({"blocks": 4} if structure == "blocks" else {})).double()
+    expected = gru(sample(5, 3))[0]
+    given = distribute_tensor(sample(5, 3), mesh, [Shard(1)])
+    sharded(gru, mesh, Replicate())
+    torch.testing.assert_close(whole(gru(given)[0]), expected)
+    gru.implementation = "fused"
+    with pytest.raises(RuntimeError, match=r"FactorGRU: implementation='fused' cannot run: .* x is a DTensor; or use"):
+        gru(given)
 
 
 def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ from transformer import Transformer, tokens
 
 from factorlayer import FactorLinear, FactorMLP, convert
 from factorlayer.maths.shards import colwise, rowwise
-from factorlayer.maths.spec import LayerSpec
+from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 from factorlayer.parallel import ColwiseParallel, RowwiseParallel
 
 WIDE, HIDDEN = 16, 24
@@ -297,6 +297,12 @@ def test_shares_are_the_rows_and_columns_of_the_matrix(spec: LayerSpec) -> None:
             own = [w if a is None else w.chunk(2, a)[process] for w, a in zip(weights, sharing.axes, strict=True)]
             assert tuple(tuple(w.shape) for w in own) == sharing.part.weight_shapes
             torch.testing.assert_close(to_dense(sharing.part, own), matrix.chunk(2, axis)[process])
+
+
+def test_a_block_diagonal_layer_has_no_outer_factor() -> None:
+    for share_out in (colwise, rowwise):
+        with pytest.raises(ValueError, match="a block-diagonal layer is not shared out"):
+            share_out(BlockDiagonal("monarch", (4, 2), (4, 3)), 2)
 
 
 def test_styles_are_pytorchs_own() -> None:
