@@ -47,10 +47,14 @@ from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts, modes_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
+from factorlayer.plan.registry import family_of
+from factorlayer.plan.registry.family import ways
+from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_WORK
+from factorlayer.plan.registry.monarch import OF_MONARCH
+from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT
 from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -859,7 +863,7 @@ SCALED_PAIRS = (
 LARGE_PAIRS = (((112, 128), (112, 128)), ((72, 72), (104, 88)), ((67, 72), (99, 88)))
 
 
-def family_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
+def kind_of(sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, architecture: int) -> str:
     of_warpgroups = architecture == 90 and dtype != "float64" and min(min(s) for s in sizes) >= 24
     own = "Pair16Backward" if dtype in ("bfloat16", "float16") else "PairSplitBackward"
     if dtype == "float64" and sizes in DOUBLE_PAIRS:
@@ -877,8 +881,8 @@ def all_gradients_of(spec: LayerSpec) -> Chain:
 def gradients_by(kind: str, spec: LayerSpec, dtype: str, batch: int, gpu: Gpu) -> Plan:
     """Of factors, by passes that begin with one of this kind, whichever the planner would take."""
     chain = all_gradients_of(spec)
-    ways = registry.ways(registry.OF_FACTORS, modes_of(chain), 1, dtype, batch, gpu)
-    return Plan(chain, dtype, batch, gpu, next(passes for passes in ways if type(passes[0]).__name__ == kind))
+    found = ways(OF_FACTORS, modes_of(chain), 1, dtype, batch, gpu)
+    return Plan(chain, dtype, batch, gpu, next(passes for passes in found if type(passes[0]).__name__ == kind))
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "batch", "architecture"), AT_ONCE, ids=str)
@@ -887,7 +891,7 @@ def test_all_gradients_at_once(
 ) -> None:
     spec = kronecker(*sizes)
     gpu = replace(Gpu.of(architecture), sms=2)
-    found = gradients_by(family_of(sizes, dtype, architecture), spec, dtype, LARGE, gpu)
+    found = gradients_by(kind_of(sizes, dtype, architecture), spec, dtype, LARGE, gpu)
     check_all_gradients_of(spec, found, batch, emulator)
 
 
@@ -2110,11 +2114,11 @@ ELSEWHERE = "triple", "mapped", "monarch chunks"  # families with a file of test
 
 def test_cases_cover_the_families() -> None:
     """Of forward passes: every dtype that a record takes, and an activation that learns."""
-    kinds = registry.OF_WORK, registry.OF_PRODUCT, registry.OF_MIXED_PRODUCT, registry.OF_MONARCH
+    kinds = OF_WORK, OF_PRODUCT, OF_MIXED_PRODUCT, OF_MONARCH
     families = {family.name: family for kind in kinds for family in kind if family.name not in ELSEWHERE}
-    found = {(registry.family_of(p).name, case.dtype) for case in CASES for p in case.plan.passes}
+    found = {(family_of(p).name, case.dtype) for case in CASES for p in case.plan.passes}
     assert found >= {(name, dtype) for name, family in families.items() for dtype in family.takes.dtypes}
-    learned = {registry.family_of(case.plan.passes[-1]).name for case in CASES if case.activation == LEARNED}
+    learned = {family_of(case.plan.passes[-1]).name for case in CASES if case.activation == LEARNED}
     assert learned == set(families)
     text = "".join(case.plan.text() for case in CASES)
     ways = ["Sandwich<Stage", "__cluster_dims__", "SPLIT = true", "PAIRED = true", "BY_ROWS = false"]
@@ -2303,7 +2307,7 @@ def test_finds_what_is_missing_of_all_gradients(
     size: int, dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     spec = kronecker((size, size), (size, size))
-    kind = {32: "PairBackward", 96: "Pair16LargeBackward"}.get(size) or family_of(((size, size),) * 2, dtype, 90)
+    kind = {32: "PairBackward", 96: "Pair16LargeBackward"}.get(size) or kind_of(((size, size),) * 2, dtype, 90)
     found = gradients_by(kind, spec, dtype, 16384, Gpu(90, 1, 232448))
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})

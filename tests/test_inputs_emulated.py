@@ -24,10 +24,12 @@ from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan import planner, registry
+from factorlayer.plan import planner
 from factorlayer.plan.cuts import around, cuts, modes_of
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
 from factorlayer.plan.products import one_by_one
+from factorlayer.plan.registry.family import ways
+from factorlayer.plan.registry.kronecker import OF_FACTORS, PAIR
 
 FEW, SOME, MANY = BATCHES
 
@@ -69,7 +71,7 @@ def test_forward(
 def test_two_factors_forward(spec: LayerSpec, inputs: tuple[int, ...], dtype: str, emulator: Emulator) -> None:
     chain, gpu = replace(Chain.of(spec, True, "relu"), inputs=inputs), replace(Gpu.of(90), sms=2)
     works = (works[0] for works in cuts(chain, dtype) if len(works) == 1)
-    passes = next(filter(None, (registry.PAIR.way(work, MANY, gpu) for work in works)))
+    passes = next(filter(None, (PAIR.way(work, MANY, gpu) for work in works)))
     check_forward(spec, inputs, Plan(chain, dtype, MANY, gpu, passes), 5, emulator)
 
 
@@ -144,8 +146,8 @@ def test_families_that_take_inputs(
     chain, gpu = replace(all_gradients_of(spec), inputs=inputs), replace(Gpu.of(arch), sms=2)
     outer, _ = around(chain)
     batch = FEW if kind is PairFewBackward else MANY
-    ways = registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu, inputs=inputs_of(chain))
-    (passes,) = (way for way in ways if isinstance(way[0], kind))
+    found = ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu, inputs=inputs_of(chain))
+    (passes,) = (way for way in found if isinstance(way[0], kind))
     check_gradients(spec, inputs, Plan(chain, dtype, batch, gpu, passes), 3, emulator)
 
 

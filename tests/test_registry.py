@@ -21,14 +21,15 @@ from factorlayer.kernels.kronecker import pair_backward
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import registry
+from factorlayer.plan import gradients
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import plan, plan_of
-from factorlayer.plan.registry.family import Asked, Family, Takes
+from factorlayer.plan.registry import families, kronecker, monarch, product, recurrent, stack
+from factorlayer.plan.registry.family import Asked, Family, Margin, Takes, fastest
 
 ROOT = Path(__file__).parents[1]
 PLAN = ROOT / "factorlayer" / "plan"
-FAMILIES = registry.families()
+FAMILIES = families()
 CHAIN = "tied 1 24 24 24 1; tied 0 1 24 24 24; backward"
 
 
@@ -51,7 +52,8 @@ def test_each_pass_is_of_one_family() -> None:
 
 def test_each_family_is_of_a_kind() -> None:
     """All that the planner asks are printed."""
-    asked = [value for name, value in vars(registry).items() if name.startswith("OF_")]
+    rooms = kronecker, monarch, product, recurrent, stack
+    asked = [value for room in rooms for name, value in vars(room).items() if name.startswith("OF_")]
     assert {family.name for kind in asked for family in kind} <= {family.name for family in FAMILIES}
 
 
@@ -91,7 +93,7 @@ def test_a_record_takes_all_that_its_family_has_kernels_for(monkeypatch: pytest.
         monkeypatch.setattr(Takes, "admits", admits)
         if found:
             # few has another record for more samples
-            records = [f for f in (*FAMILIES, *registry.OF_PRODUCT_OF_SOME) if f.name == self.name]
+            records = [f for f in (*FAMILIES, *product.OF_PRODUCT_OF_SOME) if f.name == self.name]
             seen.add((self.name, any(admits(record.takes, about) for record in records)))
         return found if admits(self.takes, about) else ()
 
@@ -137,12 +139,12 @@ def test_a_record_is_enough_for_a_plan_to_have_a_family(monkeypatch: pytest.Monk
         found = pair_backward.tile(*asked)
         return replace(found, slots=1, us=0.5) if found else None
 
-    asked = registry.OF_FACTORS[0]
+    asked = kronecker.OF_FACTORS[0]
     assert asked.tile is pair_backward.tile
     before = plan_of(CHAIN, "float32", 1, Gpu(80, 97, 150000))
     assert before.passes[0].us > 0.5
-    toy = registry.Family("toy", "two factors, one slot", tile, (pair_backward.PairBackward,), "pair-backward")
-    monkeypatch.setattr(registry, "OF_FACTORS", (*registry.OF_FACTORS, toy))
+    toy = Family("toy", "two factors, one slot", tile, (pair_backward.PairBackward,), "pair-backward")
+    monkeypatch.setattr(gradients, "OF_FACTORS", (*kronecker.OF_FACTORS, toy))
     found = plan_of(CHAIN, "float32", 1, Gpu(80, 96, 150000))  # one that no other test has planned for
     assert found.passes[0].us == 0.5
     assert found.passes[1:] == found.passes[0].finishing
@@ -156,7 +158,7 @@ def toy(us: float, times: float = 1.0, **fields: Any) -> Family:
         return replace(found, us=us - found.finishing[0].us)
 
     made = (pair_backward.PairBackward,)
-    return Family(f"toy of {us}", "", tile, made, "pair-backward", margin=registry.Margin(times), **fields)
+    return Family(f"toy of {us}", "", tile, made, "pair-backward", margin=Margin(times), **fields)
 
 
 ASKED = ((Mode(((0, 24, 24),)), Mode(((1, 24, 24),))), 1, "float32", 16, Gpu(90, 94, 150000))
@@ -175,6 +177,6 @@ ASKED = ((Mode(((0, 24, 24),)), Mode(((1, 24, 24),))), 1, "float32", 16, Gpu(90,
     ],
 )
 def test_the_fastest_is_taken_by_predicted_times_and_margins(families: tuple[Family, ...], taken: int | None) -> None:
-    found = registry.fastest(families, *ASKED)
+    found = fastest(families, *ASKED)
     ways = [family.way(*ASKED) for family in families]
     assert found == (() if taken is None else ways[taken])

@@ -22,10 +22,11 @@ from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan
+from factorlayer.plan.registry.family import ways
+from factorlayer.plan.registry.kronecker import OF_FACTORS
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 32  # bytes, of values that are kept for a while
@@ -201,8 +202,8 @@ def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
     p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile
 ) -> None:
     modes = tuple(Mode(((i, *sizes),)) for i, sizes in enumerate(zip(q, p, strict=True)))
-    ways = registry.ways(registry.OF_FACTORS, modes, 1, dtype, LARGE, HOPPER)
-    first, behind, reduction = next(passes for passes in ways if isinstance(passes[0], TripleBackward))
+    found = ways(OF_FACTORS, modes, 1, dtype, LARGE, HOPPER)
+    first, behind, reduction = next(passes for passes in found if isinstance(passes[0], TripleBackward))
     assert isinstance(reduction, Reduction)
     assert isinstance(behind, PairSplitBackward if dtype == "tf32" else Pair16Backward)
     assert first.cluster == first.split == 8 and 0 < behind.us < first.us

@@ -10,10 +10,14 @@ from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
 from factorlayer.plan.products import class_us, one_by_one, sum_us
+from factorlayer.plan.registry import family_of
+from factorlayer.plan.registry.family import Offer, fastest, offers
+from factorlayer.plan.registry.monarch import OF_MONARCH, WHOLE
+from factorlayer.plan.registry.product import OF_SCALED_PRODUCT
+from factorlayer.plan.registry.stack import OF_DENSE_LAYER
 from factorlayer.plan.works import least_us, tile_all
 
 
@@ -45,10 +49,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
     together = whole.forward(chain, product, dtype, gpu) if product else ()
-    margin = registry.family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
-    is_faster = bool(together) and registry.WHOLE.margin.times * class_us(together, batch) < margin * class_us(
-        apart, batch
-    )
+    margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
+    is_faster = bool(together) and WHOLE.margin.times * class_us(together, batch) < margin * class_us(apart, batch)
     return together if is_faster else apart
 
 
@@ -57,19 +59,19 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     scales it back has no kernel."""
     if dtype != whole.SCALED:
         return forward(layer, dtype, batch, gpu)
-    ways = [registry.fastest(registry.OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
-    ways += [registry.fastest(registry.OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
+    ways = [fastest(OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
+    ways += [fastest(OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
     return min(filter(None, ways), key=sum_us, default=())
 
 
-def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[registry.Offer]:
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[Offer]:
     """The fastest of those that take both contractions of a Monarch layer, unless few samples have a family by itself,
     and of those that take a dense layer as a stack of one, unless samples are few."""
-    if batch > BATCHES[0] or not registry.family_of(best.passes[0]).alone:
-        yield from _first(registry.offers(registry.OF_MONARCH, chain, dtype, batch, gpu))
+    if batch > BATCHES[0] or not family_of(best.passes[0]).alone:
+        yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
     if chain.is_dense and not chain.turn and not chain.x_turned and batch > BATCHES[0]:
-        yield from _first(registry.offers(registry.OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
+        yield from _first(offers(OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
 
 
-def _first(offers: Iterator[registry.Offer]) -> list[registry.Offer]:
+def _first(offers: Iterator[Offer]) -> list[Offer]:
     return sorted(offers, key=lambda offer: offer.us)[:1]

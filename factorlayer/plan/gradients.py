@@ -16,11 +16,22 @@ from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
 from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense
 from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.products import class_us, one_by_one, sum_us
+from factorlayer.plan.registry.family import Family, fastest, ways
+from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_ONE_FACTOR
+from factorlayer.plan.registry.monarch import MONARCH_PAIRS, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED, WHOLE
+from factorlayer.plan.registry.product import (
+    OF_PRODUCT_AND_SLOPES,
+    OF_SLOPES,
+    OF_SUMS,
+    OF_TURN,
+    OF_WEIGHT,
+    OF_WEIGHT_AND_BIAS,
+    OF_WEIGHT_IN_ORDER,
+)
 from factorlayer.plan.visits import are_worth_it, visits
 
 
@@ -29,7 +40,7 @@ def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
     (c,) = chain.contractions
     c = replace(c, outer=c.outer * c.inner, inner=1) if chain.x_turned else c
     if chain.bias:
-        both = registry.fastest(registry.OF_WEIGHT_AND_BIAS, c, dtype, batch, gpu, bias=True)
+        both = fastest(OF_WEIGHT_AND_BIAS, c, dtype, batch, gpu, bias=True)
         if not both:
             raise PlanError(f"no pass makes both gradients of {chain.text!r} at once")
         return both
@@ -42,7 +53,7 @@ def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 
 def sums(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """Over samples, of what is given: the gradient of a bias."""
-    return registry.fastest(registry.OF_SUMS, chain.sums, dtype, batch, gpu)
+    return fastest(OF_SUMS, chain.sums, dtype, batch, gpu)
 
 
 def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -51,10 +62,10 @@ def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         raise PlanError(f"the slope of {chain.activation!r} cannot be told from its result")
     if not chain.contractions:
         asked = chain.slope or chain.through, chain.activation, dtype, batch, gpu
-        return registry.fastest(registry.OF_SLOPES, *asked, through=chain.through > 0)
+        return fastest(OF_SLOPES, *asked, through=chain.through > 0)
     product, *further = products(chain, dtype)
     takes = not further and chain.rank == 1 and not chain.parameters
-    found = registry.fastest(registry.OF_PRODUCT_AND_SLOPES, product, batch, gpu) if takes else ()
+    found = fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu) if takes else ()
     if not found:
         raise PlanError(f"no pass makes the product and the slopes of {chain.text!r} at once")
     return found
@@ -87,21 +98,21 @@ def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pas
 def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
     first, *more = chain.contractions
     if first.tied and not more:
-        yield from registry.ways(registry.OF_ONE_FACTOR, first, dtype, batch, gpu)
+        yield from ways(OF_ONE_FACTOR, first, dtype, batch, gpu)
     elif chain.slabs or not more:
-        visit = registry.fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
+        visit = fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
         if visit and _is_worth_it(chain, dtype, gpu):
             yield visit
     elif chain.x_turned:
         return
-    elif passes := next(registry.ways(registry.OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
+    elif passes := next(ways(OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
         yield passes
     elif batch > BATCHES[0] and whole.takes(chain) and _are_worth_one_visit(chain, dtype, gpu):
         yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
-            yield from registry.ways(registry.OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
+            yield from ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
 
 
 def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
@@ -110,12 +121,12 @@ def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         outer, inner = around(chain)
         if inner == 1:
             asked = modes_of(chain), outer, dtype, batch, gpu
-            yield from registry.ways(registry.OF_FACTORS, *asked, inputs=inputs_of(chain))
+            yield from ways(OF_FACTORS, *asked, inputs=inputs_of(chain))
 
 
-def _at_one_visit(chain: Chain) -> tuple[registry.Family, ...]:
+def _at_one_visit(chain: Chain) -> tuple[Family, ...]:
     """Families of one untied contraction."""
-    return registry.OF_ONE_UNTIED_BY_SLABS if chain.slabs else registry.OF_ONE_UNTIED
+    return OF_ONE_UNTIED_BY_SLABS if chain.slabs else OF_ONE_UNTIED
 
 
 @functools.lru_cache(256)
@@ -123,7 +134,7 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
     kernel for these has one for fewer as well."""
     batch = BATCHES[-1]
-    visit = registry.fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
+    visit = fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
     (c,) = chain.contractions
     grouped = replace(c, outer=c.outer * c.inner, inner=1)
     back = Chain((replace(c, p=c.q, q=c.p),), x_turned=chain.x_turned, turn=chain.turn)
@@ -142,7 +153,7 @@ def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 
 def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[float, tuple[Pass, ...]]]:
     """Ways of all gradients of a Monarch layer of any sizes, each behind what it is predicted to take."""
-    ways = (registry.WHOLE, _as_dense), (registry.MONARCH_PAIRS, registry.MONARCH_PAIRS.way)
+    ways = (WHOLE, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
     found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
     return [(family.margin.times * class_us(passes, batch), passes) for family, passes in found if passes]
 
@@ -167,19 +178,19 @@ def _apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     first, second = chain.contractions
     turned = second.outer, second.p, second.inner
     passes = one_by_one(Chain((first,), turn=turned, tf32=chain.tf32), dtype, batch, gpu)
-    passes += registry.fastest(registry.OF_TURN, second.outer, second.q, second.inner, dtype, batch, gpu)
+    passes += fastest(OF_TURN, second.outer, second.q, second.inner, dtype, batch, gpu)
     for c, x_turned in ((second, True), (first, False)):
         alone = Chain((c,), x_turned=x_turned, backward=True, tf32=chain.tf32)
         grouped = replace(c, outer=c.outer * c.inner, inner=1)
         back = Chain((replace(c, p=c.q, q=c.p),), x_turned=x_turned, tf32=chain.tf32)
         each = (*_gradient(grouped, dtype, batch, gpu), *one_by_one(back, dtype, batch, gpu))
-        visits = registry.ways(registry.OF_ONE_UNTIED, alone, dtype, batch, gpu)
+        visits = ways(OF_ONE_UNTIED, alone, dtype, batch, gpu)
         passes += min([each, *visits], key=sum_us)
     return passes
 
 
 def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    found = registry.fastest(registry.OF_WEIGHT, contraction, dtype, batch, gpu)
+    found = fastest(OF_WEIGHT, contraction, dtype, batch, gpu)
     if not found:
         raise PlanError(f"no pass makes the gradient of {contraction}: it has too many groups")
     return found
@@ -189,4 +200,4 @@ def _in_order(c: Contraction, mixed: tuple[int, int, int], dtype: str, batch: in
     """Of q's that come in another order: one family takes them so, and is asked whatever the number of samples."""
     if math.prod(mixed[1:]) != c.q or c.inner > 1:
         return ()
-    return registry.fastest(registry.OF_WEIGHT_IN_ORDER, c, dtype, batch, gpu, mixed=mixed[1:])
+    return fastest(OF_WEIGHT_IN_ORDER, c, dtype, batch, gpu, mixed=mixed[1:])

@@ -11,9 +11,11 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products, y_turned
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import gradients, registry
+from factorlayer.plan import gradients
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.registry.family import fastest
+from factorlayer.plan.registry.product import OF_SLABS, OF_TURN
 
 
 @functools.lru_cache(256)
@@ -40,7 +42,7 @@ def _passes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
 def _by_slabs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """One contraction that makes a state which lies by slabs."""
     (product,) = products(chain, dtype)
-    found = registry.fastest(registry.OF_SLABS, product, batch, gpu)
+    found = fastest(OF_SLABS, product, batch, gpu)
     if not found:
         raise PlanError(f"no pass makes {chain.text!r}")
     return found
@@ -52,4 +54,4 @@ def _turned(chain: Chain, turn: tuple[int, int, int], dtype: str, batch: int, gp
     mixed = chain.mixed[1:] if chain.mixed else None
     if mixed and (chain.contractions or math.prod(mixed) != turn[1]):
         raise PlanError(f"{chain.text!r} turns other rows than it mixes")
-    return *first, *registry.fastest(registry.OF_TURN, *turn, dtype, batch, gpu, mixed=mixed)
+    return *first, *fastest(OF_TURN, *turn, dtype, batch, gpu, mixed=mixed)

@@ -14,8 +14,10 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import registry
 from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.registry import family_of
+from factorlayer.plan.registry.family import fastest
+from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_OF_SOME, OF_TURN
 
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
@@ -47,7 +49,7 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned or chain.inputs:
         return passes
-    turn = registry.fastest(registry.OF_TURN, first.outer, first.p, first.inner, dtype, batch, gpu)
+    turn = fastest(OF_TURN, first.outer, first.p, first.inner, dtype, batch, gpu)
     turned = (*turn, *one_by_one(replace(chain, x_turned=True), dtype, batch, gpu))
     strided = STRIDED[ELEMENT_BYTES[dtype]] * passes[0].us + sum(p.us for p in passes[1:])
     return turned if sum(p.us for p in turned) < strided else passes
@@ -63,7 +65,7 @@ def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> 
     other, turn = found
     # A turn rounds as well, to what only a state between two passes of ours is rounded to.
     dtype = product.dtype if product.ours_out else "float32" if product.dtype == "tf32" else product.dtype
-    apart = product_pass(other, batch, gpu, first, last), *registry.fastest(registry.OF_TURN, *turn, dtype, batch, gpu)
+    apart = product_pass(other, batch, gpu, first, last), *fastest(OF_TURN, *turn, dtype, batch, gpu)
     batches = batches_of(product, batch)
     direct = math.prod(sum_us((made,), each) for each in batches)
     turned = math.prod(TURNED * sum_us(apart, each) for each in batches)
@@ -71,10 +73,10 @@ def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> 
 
 
 def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Pass:
-    (made,) = registry.fastest(registry.OF_PRODUCT, product, batch, gpu, first=first, last=last)
+    (made,) = fastest(OF_PRODUCT, product, batch, gpu, first=first, last=last)
     if product.contraction.tied or not BATCHES[0] < batch <= BATCHES[1]:
         return made
-    of_few = registry.fastest(registry.OF_PRODUCT_OF_SOME, product, batch, gpu, first=first, last=last)
+    of_few = fastest(OF_PRODUCT_OF_SOME, product, batch, gpu, first=first, last=last)
     return of_few[0] if of_few and _is_faster(of_few[0], made, batches_of(product, batch)) else made
 
 
@@ -82,6 +84,6 @@ def _is_faster(of_few: Pass, other: Pass, batches: tuple[int, ...]) -> bool:
     """For all numbers of samples together; or for each, where the other one is made for many."""
     us = [of_few.us_of(batch) for batch in batches]
     others = [other.us_of(batch) for batch in batches]
-    if registry.family_of(other).last:
+    if family_of(other).last:
         return math.prod(us) < math.prod(others)
     return all(mine < another for mine, another in zip(us, others, strict=True))

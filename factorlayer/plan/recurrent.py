@@ -8,7 +8,8 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.decoder import DRAWS, FEW, Decoder
 from factorlayer.maths.recurrence import Recurrence
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.registry import (
+from factorlayer.plan.registry.family import fastest
+from factorlayer.plan.registry.recurrent import (
     OF_DECODE_CHOICE,
     OF_DECODE_DRAW,
     OF_DECODE_FEW,
@@ -16,7 +17,6 @@ from factorlayer.plan.registry import (
     OF_RECURRENCE,
     OF_RECURRENCE_BACK,
     OF_RECURRENT_SLOPES,
-    fastest,
 )
 
 NOTHING = Chain(())  # of a plan without a contraction

@@ -26,12 +26,13 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
 from factorlayer.kernels.stages import Sandwich, TileUs
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan
 from factorlayer.plan.planner import parsed
 from factorlayer.plan.products import one_by_one
+from factorlayer.plan.registry import family_of
+from factorlayer.plan.registry.monarch import WHOLE
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
 CLUSTER = "shared memory of a cluster"
@@ -108,7 +109,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     for at_once in monarch_through.tilings(chain, dtype, batch, gpu):
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
-    if registry.family_of(best[0]) is registry.WHOLE:
+    if family_of(best[0]) is WHOLE:
         yield of(NOWHERE, MULTIPLIED_OUT, _samples(best[-1]), *best)
     if len(best) > 1 and all(isinstance(p, Eights | Pair | Resident | SmallFloat) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)

@@ -11,10 +11,10 @@ from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import registry
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
-from factorlayer.plan.registry.family import Family
+from factorlayer.plan.registry.family import Family, fastest, ways
+from factorlayer.plan.registry.stack import OF_ANY_STACK, OF_ANY_STACK_BACK, OF_STACK, OF_STACK_BACK, OF_WIDE_STACK
 
 
 def plan_stack(
@@ -30,24 +30,24 @@ def plan_stack(
     they are frozen, what is done with weights alone takes no time."""
     asked = layers, dtype, batch, gpu
     if layers[0].inputs:
-        ways = [] if backward or frozen else list(registry.ways(registry.OF_ANY_STACK, *asked, states=states))
+        offered = [] if backward or frozen else list(ways(OF_ANY_STACK, *asked, states=states))
     elif backward:
-        ways = list(registry.ways(registry.OF_STACK_BACK, *asked))
-        if not ways and _is_worth_it(registry.OF_ANY_STACK_BACK, *asked):
-            ways = list(registry.ways(registry.OF_ANY_STACK_BACK, *asked))
+        offered = list(ways(OF_STACK_BACK, *asked))
+        if not offered and _is_worth_it(OF_ANY_STACK_BACK, *asked):
+            offered = list(ways(OF_ANY_STACK_BACK, *asked))
     else:
-        ways = list(registry.ways(registry.OF_STACK, *asked, states=states))
+        offered = list(ways(OF_STACK, *asked, states=states))
         # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
-        if not ways and _streams(layers, dtype, gpu, states):
-            ways = list(registry.ways(registry.OF_WIDE_STACK, *asked, states=states, frozen=frozen))
+        if not offered and _streams(layers, dtype, gpu, states):
+            offered = list(ways(OF_WIDE_STACK, *asked, states=states, frozen=frozen))
         short = gpu.wgmma and dtype not in ("float32", "float64")  # of which wgmma's products are faster by themselves
-        if not ways and (not short or _is_worth_it(registry.OF_ANY_STACK, layers, dtype, BATCHES[-1], gpu)):
-            ways = list(registry.ways(registry.OF_ANY_STACK, *asked, states=states))
+        if not offered and (not short or _is_worth_it(OF_ANY_STACK, layers, dtype, BATCHES[-1], gpu)):
+            offered = list(ways(OF_ANY_STACK, *asked, states=states))
 
     def us(passes: tuple[Pass, ...]) -> float:
         return sum(p.us for p in passes if not (frozen and p.reads == "none"))
 
-    found = min(ways, key=us, default=None)
+    found = min(offered, key=us, default=None)
     if found is None:
         which = "makes all gradients" if backward else "takes all layers"
         raise PlanError(f"no pass {which} of {' | '.join(layer.text for layer in layers)!r}")
@@ -58,7 +58,7 @@ def plan_stack(
 def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> bool:
     """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
     that have a kernel for these have one for few as well."""
-    found = registry.fastest(registry.OF_WIDE_STACK, layers, dtype, BATCHES[-1], gpu, states=states)
+    found = fastest(OF_WIDE_STACK, layers, dtype, BATCHES[-1], gpu, states=states)
     if not found:
         return False
     alone = PASS_WEIGHT * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
@@ -69,10 +69,10 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
 def _is_worth_it(families: Sequence[Family], layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
     """Whether the pass that takes any layers is predicted to be faster than layer by layer, for so many samples or for
     many: what has a kernel for these has one for fewer as well."""
-    back = families is registry.OF_ANY_STACK_BACK
+    back = families is OF_ANY_STACK_BACK
 
     def is_faster(batch: int) -> bool:
-        if not (found := registry.fastest(families, layers, dtype, batch, gpu)):
+        if not (found := fastest(families, layers, dtype, batch, gpu)):
             return False
         alone = sum(back_us(layer, dtype, batch, gpu) if back else us_of(layer) for layer in layers)
         return us_around(found, batch) < alone

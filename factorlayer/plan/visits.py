@@ -21,10 +21,12 @@ from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan import registry
 from factorlayer.plan.cuts import MOST_MODES, around, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.registry.family import Family, fastest, ways
+from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
+from factorlayer.plan.registry.product import OF_TURN, OF_WEIGHT
 
 MOST_VISITS = 4  # of a chain: of 76 drawn layers none was predicted to be faster with more
 
@@ -101,7 +103,7 @@ def _visited(
     sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
     forward: list[Pass] = []
     for number, work in enumerate(works[:-1]):
-        found = _tiled(registry.RESIDENT, work, batch, gpu)
+        found = _tiled(RESIDENT, work, batch, gpu)
         if found is None:
             return None
         forward.append(replace(found, takes=STATES[number - 1] if number else "x", gives=STATES[number]))
@@ -126,7 +128,7 @@ def _visited(
             terms_g=sums and number < last,
             terms_y=sums,
         )
-        visit = _tiled(registry.CHAIN_BACKWARD, work, places, batch, gpu)
+        visit = _tiled(CHAIN_BACKWARD, work, places, batch, gpu)
         if visit is None:
             return None
         if number and visit.parts == 1:  # where no other block reads what this one overwrites
@@ -148,16 +150,16 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     """The visit that reads x, of a sum of products: a block has all terms of a tile and adds up what comes back to x,
     or it has one, and a pass behind it adds that up."""
     ways: list[tuple[Pass, ...]] = []
-    together = _tiled(registry.CHAIN_BACKWARD, replace(work, rank=rank, terms=1, apart=False), places, batch, gpu)
+    together = _tiled(CHAIN_BACKWARD, replace(work, rank=rank, terms=1, apart=False), places, batch, gpu)
     if together:
         ways.append((together,))
     alone = replace(work, rank=1, terms=rank, apart=False)
-    visit = _tiled(registry.CHAIN_BACKWARD, alone, replace(places, y=""), batch, gpu)
+    visit = _tiled(CHAIN_BACKWARD, alone, replace(places, y=""), batch, gpu)
     steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(work.steps))
     back = replace(
         work, sizes=work.states[-1], steps=steps, rank=rank, terms=1, apart=places.terms_g, bias=False, transposed=True
     )
-    summed = _tiled(registry.RESIDENT, back, batch, gpu) if visit and not work.inputs else None
+    summed = _tiled(RESIDENT, back, batch, gpu) if visit and not work.inputs else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
         ways.append((visit, summed))
@@ -184,7 +186,7 @@ def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
 
 def _turned_us(c: Contraction, dtype: str, terms: int, gpu: Gpu) -> float:
     """Of a weight transposed, for the way back."""
-    return _us(registry.fastest(registry.OF_TURN, 1, c.q, c.p, dtype, terms, gpu))
+    return _us(fastest(OF_TURN, 1, c.q, c.p, dtype, terms, gpu))
 
 
 def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
@@ -201,17 +203,17 @@ def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> f
             part = Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps[begin:end]), tf32=chain.tf32)
             if end == begin + 1:
                 (c,) = part.contractions
-                us = _us(registry.fastest(registry.OF_WEIGHT, c, dtype, batch, gpu))
+                us = _us(fastest(OF_WEIGHT, c, dtype, batch, gpu))
                 if begin or with_x:
                     back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
                     us += _us(forward(back, dtype, batch, gpu)) + _turned_us(c, dtype, 1, gpu)
-                    both = registry.ways(registry.OF_ONE_FACTOR, c, dtype, batch, gpu)
+                    both = ways(OF_ONE_FACTOR, c, dtype, batch, gpu)
                     us = min([us, *map(_us, both)])
             else:
                 outer, inner = around(part)
                 asked = modes_of(part), outer, dtype, batch, gpu
-                ways = registry.ways(registry.OF_FACTORS, *asked) if inner == 1 else ()
-                us = min(map(_us, ways), default=math.inf)
+                together = ways(OF_FACTORS, *asked) if inner == 1 else ()
+                us = min(map(_us, together), default=math.inf)
             if us < math.inf and end <= last:
                 us += _us(forward(part, dtype, batch, gpu))
             least[end] = min(least[end], least[begin] + us)
@@ -222,6 +224,6 @@ def _us(passes: Iterable[Pass]) -> float:
     return sum(p.us for p in passes)
 
 
-def _tiled(family: registry.Family, *asked: Any) -> Any:
+def _tiled(family: Family, *asked: Any) -> Any:
     """Its pass, without those that finish it."""
     return family.tile(*asked) if family.tile else None

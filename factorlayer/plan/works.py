@@ -11,9 +11,11 @@ from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED
 from factorlayer.kernels.work import Work
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan import registry
 from factorlayer.plan.plan import BATCHES
 from factorlayer.plan.products import class_us, product_pass
+from factorlayer.plan.registry.family import fastest, ways
+from factorlayer.plan.registry.kronecker import OF_WORK
+from factorlayer.plan.registry.product import OF_MIXED_PRODUCT
 
 
 def least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
@@ -34,7 +36,7 @@ def tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | Non
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times of the class of batches."""
-    found = [passes[0] for passes in registry.ways(registry.OF_WORK, work, batch, gpu)]
+    found = [passes[0] for passes in ways(OF_WORK, work, batch, gpu)]
     single = _single(work, batch, gpu)
     return min([*found, *([single] if single else [])], key=lambda made: class_us((made,), batch), default=None)
 
@@ -56,4 +58,4 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     if work.inputs or len(before) > 1 or before[0].p != MIXED or before[0].q != MIXED or batch <= BATCHES[0]:
         return None
     product = replace(product, mixed=before[0].parts[0][0])
-    return next(iter(registry.fastest(registry.OF_MIXED_PRODUCT, product, batch, gpu)), None)
+    return next(iter(fastest(OF_MIXED_PRODUCT, product, batch, gpu)), None)
