@@ -276,7 +276,8 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
 
   PyObject* const chain = given[found[0].is_float_on_gpu() && is_tf32_allowed()];
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
-  const std::string of_one = python::text_of(chain), text = several ? text_of_inputs(found, count_of_x, of_one) : of_one;
+  std::string text = python::text_of(chain);
+  if (several) text = text_of_inputs(found, count_of_x, text);
   auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
   const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
   const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
