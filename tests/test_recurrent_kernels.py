@@ -15,13 +15,11 @@ from torch import Tensor
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.recurrent import recurrent, recurrent_backward, recurrent_cluster, recurrent_spread
-from factorlayer.kernels.recurrent.recurrent import Recurrent
-from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster
-from factorlayer.kernels.recurrent.recurrent_cluster_backward import RecurrentClusterBackward
+from factorlayer.kernels.recurrent import recurrent, recurrent_cluster, recurrent_spread
+from factorlayer.kernels.recurrent.recurrent import Recurrent, RecurrentBackward
+from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster, RecurrentClusterBackward
 from factorlayer.kernels.recurrent.recurrent_slopes import RecurrentSlopes
-from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread
-from factorlayer.kernels.recurrent.recurrent_spread_backward import RecurrentSpreadBackward
+from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread, RecurrentSpreadBackward
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -209,10 +207,10 @@ def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread |
         kind = RecurrentSpreadBackward if backward else RecurrentSpread
         all_of = recurrent_spread.tilings(kind, case.recurrence, case.dtype, case.sequences, GPU)
         return next(p for p in all_of if p.own == case.spread and p.units == 16)
-    module = recurrent_backward if backward else recurrent
-    found = module.tile(case.recurrence, case.dtype, case.sequences, GPU)
+    tile = recurrent.tile_backward if backward else recurrent.tile
+    found = tile(case.recurrence, case.dtype, case.sequences, GPU)
     if case.units:
-        family = recurrent_backward.RecurrentBackward if backward else Recurrent
+        family = RecurrentBackward if backward else Recurrent
         found = next(
             p for p in recurrent.tilings(family, case.recurrence, case.dtype, 1000, GPU) if p.units == case.units
         )

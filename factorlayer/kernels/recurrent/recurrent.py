@@ -1,4 +1,5 @@
-"""A gated recurrent unit over all steps, some sequences a block: what recurrent.cuh is told, and what that takes."""
+"""A gated recurrent unit over all steps, some sequences a block, forward and back: what recurrent.cuh and
+recurrent_backward.cuh are told, and what they take."""
 
 from __future__ import annotations
 
@@ -35,10 +36,44 @@ OF_TWO, OF_TWO_BACK, OF_TWO_SUMS, OF_TILE = 32, 43, 4, 30
 # Cycles of a warp that others do not fill, fitted to 180 tilings of 14 units on an H100: from one of its instructions
 # to the next, for a product behind another, and of a step besides
 OF_INSTRUCTION, OF_PRODUCT, OF_STEP = 3.7, 52, 290
+INPUTS = 3  # tensors that a step reads forward, beside them the initial state
+STREAMS = 6  # and back: the gradient of its output, slopes of three gates, reset, and what update leaves
+
+
+class AllSteps(Pass):
+    """What passes over all steps of a unit have in common, forward and `back`: then weights are turned, and steps are
+    walked from last ones to first ones, unless the recurrence does that forward."""
+
+    recurrence: Recurrence
+    units: int
+
+    units_per_sample = 1
+    back = False
+
+    @property
+    def units_per_block(self) -> int:
+        return self.units
+
+    @property
+    def first_tensor(self) -> int:
+        """The place behind the weights."""
+        return GATES * self.recurrence.weights
+
+    @property
+    def walk_at(self) -> int:
+        return self.first_tensor + (STREAMS - 1 if self.back else INPUTS)
+
+    @property
+    def goes_down(self) -> bool:
+        return self.back != self.recurrence.reverse
+
+    @property
+    def functions(self) -> list[str]:
+        return [] if self.back else functions_of(self.recurrence.chain, self.dtype)
 
 
 @dataclass(frozen=True)
-class Recurrent(Pass):
+class Recurrent(AllSteps):
     """A pass, tiled, whose `units` are sequences of a block. `stages` contract the state of one gate."""
 
     recurrence: Recurrence
@@ -50,17 +85,12 @@ class Recurrent(Pass):
     gpu: Gpu
     us: float = 0.0
 
-    units_per_sample = 1
     blocks_per_sm = 0
     title = "recurrent"
 
     def us_of(self, batch: int) -> float:
         blocks = -(-batch // self.units) * self.split
         return STEPS * self.step_us * -(-blocks // self.gpu.sms)
-
-    @property
-    def units_per_block(self) -> int:
-        return self.units
 
     @property
     def threads(self) -> int:
@@ -185,25 +215,13 @@ class Recurrent(Pass):
     # What its kernel is told
 
     @property
-    def first_tensor(self) -> int:
-        """The place behind the weights."""
-        return GATES * self.recurrence.weights
-
-    @property
-    def walk_at(self) -> int:
-        return self.first_tensor + 3
-
-    turned = False  # its weights
-    goes_down = False  # from last steps to first ones, unless the recurrence does
-
-    @property
     def told(self) -> list[str]:
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
-        told |= {"DOWN": self.goes_down != self.recurrence.reverse}
+        told |= {"DOWN": self.goes_down}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}
         told |= {"kWeightBytes": self.weight_bytes, "kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at}
         told |= {"kSlotBytes": self.slot_bytes, "kStateBytes": self.stages[0].state_bytes}
@@ -215,10 +233,6 @@ class Recurrent(Pass):
         told |= {"FirstStage": "void", "AlsoRaw": "void", "Activation": "identity", "Last": f"S{len(self.stages) - 1}"}
         told |= {"LAYOUT": str(self.stages[0].layout), "Output": f"Region<1, {self.hidden}, 1, {self.hidden}, 0, 1>"}
         return [*kinds(self.dtype), *constants(told), *self.functions, *self.before_last, *self.loading]
-
-    @property
-    def functions(self) -> list[str]:
-        return functions_of(self.recurrence.chain, self.dtype)
 
     @property
     def before_last(self) -> list[str]:
@@ -234,15 +248,40 @@ class Recurrent(Pass):
     @property
     def loading(self) -> list[str]:
         calls = [f"for (int gate = 0; gate < {GATES}; ++gate) {{"]
-        for i, (c, stage) in enumerate(zip(contractions_of(self.recurrence, self.turned), self.stages, strict=True)):
+        for i, (c, stage) in enumerate(zip(contractions_of(self.recurrence, self.back), self.stages, strict=True)):
             weight = f"c.params.weights[gate * {self.recurrence.weights} + {c}]"
             calls.append(f"  auto w{i} = static_cast<const Element*>({weight}) + blockIdx.y * {stage.p * stage.q};")
-            if self.turned:
+            if self.back:
                 at = f"[&](int q, int p) {{ return w{i}[p * {stage.q} + q]; }}"
                 calls.append(f"  c.template make_weight<S{i}, true>(gate, {at});")
             else:
                 calls.append(f"  c.template load_weight<S{i}>(gate, w{i});")
         return function("load_weights(const C& c)", [*calls, "}"])
+
+
+@dataclass(frozen=True)
+class RecurrentBackward(Recurrent):
+    """A pass, tiled, by slopes. Its stages contract the gradients of one gate by the turned weights."""
+
+    header, title = "recurrent_backward", "recurrent, backward"
+    back = True
+
+    @property
+    def states(self) -> int:
+        return 2 if len(self.stages) == 1 else 1
+
+    @property
+    def states_at_once(self) -> int:
+        return GATES
+
+    streams = STREAMS
+
+    def _gates_us(self) -> float:
+        return issued_us(self.pairs * OF_TWO_BACK, self.warps, self.gpu)
+
+    @property
+    def functions(self) -> list[str]:
+        return [f"static constexpr int kOutputs = {self.walk_at + 9};"]
 
 
 def functions_of(chain: Chain, dtype: str) -> list[str]:
@@ -299,6 +338,10 @@ def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent 
     return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu))
 
 
+def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
+    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu))
+
+
 Tiled = TypeVar("Tiled", bound=Recurrent)
 
 
@@ -322,7 +365,7 @@ def _registers(plan: Recurrent) -> int:
     """Of a thread, about: sums of all gates, and the numbers that it keeps."""
     each = OF_SUM.get(plan.dtype, 1)
     sums = GATES * 4 * plan.last.mt * plan.last.nt * each
-    kept = 2 * plan.pairs * each * (2 if plan.before or plan.turned or plan.recurrence.chain.bias else 1)
+    kept = 2 * plan.pairs * each * (2 if plan.before or plan.back or plan.recurrence.chain.bias else 1)
     return sums + kept + BESIDE
 
 
@@ -337,11 +380,11 @@ def _stages(
     gpu: Gpu,
 ) -> tuple[Stage, ...] | None:
     contractions = recurrence.chain.contractions
-    if family.turned:
+    if family.back:
         contractions = contractions[::-1]
     stages = []
     for i, c in enumerate(contractions):
-        p, q = (c.q, c.p) if family.turned else (c.p, c.q)
+        p, q = (c.q, c.p) if family.back else (c.p, c.q)
         rows = units * (c.outer if c.tied else 1)
         if i == len(contractions) - 1:
             mt, nt = share

@@ -1,5 +1,5 @@
-"""A gated recurrent unit of two Kronecker factors, whose state a cluster of blocks shares out: what
-recurrent_cluster.cuh is told, and what that takes."""
+"""A gated recurrent unit of two Kronecker factors, whose state a cluster of blocks shares out, forward and back: what
+recurrent_cluster.cuh and recurrent_cluster_backward.cuh are told, and what they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.recurrent.recurrent import (
     FUNCTIONS,
     NUMBER_BYTES,
@@ -19,11 +19,13 @@ from factorlayer.kernels.recurrent.recurrent import (
     OF_PRODUCT,
     OF_STEP,
     OF_TWO,
+    OF_TWO_BACK,
     OF_TWO_SUMS,
     REGISTERS,
     SLOTS,
     STEPS,
-    functions_of,
+    STREAMS,
+    AllSteps,
 )
 from factorlayer.kernels.recurrent.sides import Side
 from factorlayer.kernels.stages import INSTRUCTIONS, row_step
@@ -47,7 +49,7 @@ HELD = (True, True), (True, False), (False, True), (False, False)  # weights of 
 
 
 @dataclass(frozen=True)
-class RecurrentCluster(Pass):
+class RecurrentCluster(AllSteps):
     """A pass, tiled, whose `units` are sequences of a cluster. `held` says of each side whether its weights stay in
     registers."""
 
@@ -61,16 +63,10 @@ class RecurrentCluster(Pass):
     gpu: Gpu
     us: float = 0.0
 
-    units_per_sample = 1
     blocks_per_sm = 0
     title = "recurrent, in clusters"
     states = 1  # that a step begins with
     streams, written_each_step = GATES, 1  # tensors with a row for each step
-    turned = goes_down = False
-
-    @property
-    def units_per_block(self) -> int:
-        return self.units
 
     @property
     def split(self) -> int:
@@ -222,15 +218,6 @@ class RecurrentCluster(Pass):
 
     # What its kernel is told
 
-    @property
-    def first_tensor(self) -> int:
-        """The place behind the weights."""
-        return GATES * self.recurrence.weights
-
-    @property
-    def walk_at(self) -> int:
-        return self.first_tensor + 3
-
     def _side(self, name: str, i: int) -> str:
         side, places = self.sides[i], self.places[4 * i :]
         size = [side.whole, side.other, side.own, self.units, str(side.by_rows).lower(), side.nt]
@@ -248,7 +235,7 @@ class RecurrentCluster(Pass):
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
         told |= {"HIDDEN": self.recurrence.hidden, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "OUTPUTS": self.written_each_step}
-        told |= {"DOWN": self.goes_down != self.recurrence.reverse}
+        told |= {"DOWN": self.goes_down}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
         told |= {"kBarrierBytes": self.rows_bytes, "kRowsAt": 0, "kWeightBytes": self.weight_bytes}
         told |= {"kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at, "kStreamBytes": self.stream_bytes}
@@ -258,16 +245,12 @@ class RecurrentCluster(Pass):
         return [*kinds(self.dtype), *constants(told), *sides, *self.functions, *self.loading]
 
     @property
-    def functions(self) -> list[str]:
-        return functions_of(self.recurrence.chain, self.dtype)
-
-    @property
     def loading(self) -> list[str]:
         calls = [f"for (int gate = 0; gate < {GATES}; ++gate) {{"]
         for name, side, c in zip(SIDES, self.sides, self.recurrence.chain.contractions, strict=True):
             weight = f"c.params.weights[gate * {self.recurrence.weights} + {c.weight}]"
             calls.append(f"  auto {name}_weight = static_cast<const Element*>({weight});")
-            if self.turned:
+            if self.back:
                 at = f"[&](int q, int p) {{ return {name}_weight[p * {side.whole} + q]; }}"
                 calls.append(f"  c.template make_weight<{name}, true>(gate, {at});")
             else:
@@ -275,8 +258,23 @@ class RecurrentCluster(Pass):
         return function("load_weights(const C& c)", [*calls, "}"])
 
 
+@dataclass(frozen=True)
+class RecurrentClusterBackward(RecurrentCluster):
+    """A pass, tiled, by slopes. What is multiplied at a step are three states, those of the gates' gradients."""
+
+    header, title = "recurrent_cluster_backward", "recurrent, in clusters, backward"
+    back = True
+    states, streams, written_each_step = GATES, STREAMS, GATES + 1
+    other_registers, of_columns = 72, 52
+    of_two, functions_of_feature = OF_TWO_BACK, 0
+
+
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentCluster | None:
     return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu))
+
+
+def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentClusterBackward | None:
+    return fastest(tilings(RecurrentClusterBackward, recurrence, dtype, batch, gpu))
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentCluster)

@@ -1,4 +1,5 @@
-"""A gated recurrent unit with a dense recurrent matrix that several blocks share: what recurrent_spread.cuh is told."""
+"""A gated recurrent unit with a dense recurrent matrix that several blocks share, forward and back: what
+recurrent_spread.cuh and recurrent_spread_backward.cuh are told."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from factorlayer.kernels.recurrent.recurrent import (
     OF_INSTRUCTION,
     OF_PRODUCT,
     STEPS,
-    functions_of,
+    AllSteps,
 )
 from factorlayer.kernels.resident import stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, Layout, Stage, row_step
@@ -31,11 +32,10 @@ LANES = 4  # that add up what warps have summed of two features
 # Microseconds on an H100: from what a block has made to what another one reads of it, with what is alike at every step;
 # and for the features that a block's threads go on with at once, forward and back
 HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.6, 0.65, 1.05
-INPUTS, STREAMS = 3, 6  # tensors that a step reads, forward and back
 
 
 @dataclass(frozen=True)
-class RecurrentSpread(Pass):
+class RecurrentSpread(AllSteps):
     """A pass, tiled: `own` features of the state for each block along y, `units` sequences along x at once."""
 
     recurrence: Recurrence
@@ -46,15 +46,9 @@ class RecurrentSpread(Pass):
     us: float = 0.0
 
     threads = 32 * WARPS
-    units_per_sample = 1
     handed, summed = 1, GATES  # tensors of states that blocks hand on, and gates whose sums stay apart
-    turned = goes_down = False
     round_us = ROUND_US
     title = "recurrent, spread"
-
-    @property
-    def units_per_block(self) -> int:
-        return self.units
 
     @property
     def hidden(self) -> int:
@@ -124,17 +118,13 @@ class RecurrentSpread(Pass):
     # What its kernel is told
 
     @property
-    def walk_at(self) -> int:
-        return GATES + INPUTS
-
-    @property
     def told(self) -> list[str]:
         stage, even = self.slice, self.hidden % 2 == 0
         told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "HIDDEN": self.hidden}
         told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
-        told |= {"ROW": self.row, "DOWN": self.goes_down != self.recurrence.reverse, "TURNED": self.turned}
-        told |= {"kInputs": GATES, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}
+        told |= {"ROW": self.row, "DOWN": self.goes_down, "TURNED": self.back}
+        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}
         told |= {"kBarrierBytes": self.rows_bytes, "kWeightBytes": self.weight_bytes, "kGroupBytes": 0}
         told |= {"kStatesAt": self.states_at, "kSumsAt": self.sums_at, "Activation": "identity"}
         layouts = Layout(stage.p, 1, self.row, 1), Layout(self.own, 1, self.own, 1)
@@ -144,12 +134,18 @@ class RecurrentSpread(Pass):
         return [*kinds(self.dtype), *constants(told), *self.functions, *loading]
 
     @property
-    def functions(self) -> list[str]:
-        return functions_of(self.recurrence.chain, self.dtype)
-
-    @property
     def passes(self) -> tuple[Pass, ...]:
         return RecurrentFill(self, self.dtype, self.gpu), self
+
+
+@dataclass(frozen=True)
+class RecurrentSpreadBackward(RecurrentSpread):
+    """A pass, tiled, by slopes. What comes back to products of all three gates is handed on, and summed together."""
+
+    header, title = "recurrent_spread_backward", "recurrent, spread, backward"
+    back = True
+    handed, summed = GATES, 1
+    round_us = ROUND_BACK_US
 
 
 @dataclass(frozen=True)
@@ -184,6 +180,10 @@ class RecurrentFill(Pass):
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
     return fastest(tilings(RecurrentSpread, recurrence, dtype, batch, gpu))
+
+
+def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
+    return fastest(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu))
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentSpread)

@@ -8,12 +8,9 @@ from factorlayer.kernels.recurrent import (
     decode_few,
     decode_step,
     recurrent,
-    recurrent_backward,
     recurrent_cluster,
-    recurrent_cluster_backward,
     recurrent_slopes,
     recurrent_spread,
-    recurrent_spread_backward,
 )
 from factorlayer.plan.registry.family import Family, Takes
 
@@ -30,8 +27,8 @@ RECURRENT = Family(
 RECURRENT_BACKWARD = Family(
     "recurrent backward",
     "What goes back through all steps of a gated recurrent unit",
-    recurrent_backward.tile,
-    (recurrent_backward.RecurrentBackward,),
+    recurrent.tile_backward,
+    (recurrent.RecurrentBackward,),
     "recurrent",
     TAKES,
 )
@@ -47,8 +44,8 @@ RECURRENT_SPREAD = Family(
 RECURRENT_SPREAD_BACKWARD = Family(
     "recurrent spread backward",
     "What goes back through a dense matrix that several blocks share",
-    recurrent_spread_backward.tile,
-    (recurrent_spread_backward.RecurrentSpreadBackward,),
+    recurrent_spread.tile_backward,
+    (recurrent_spread.RecurrentSpreadBackward,),
     "recurrent",
     SPREAD_TAKES,
 )
@@ -69,8 +66,8 @@ RECURRENT_CLUSTER = Family(
 RECURRENT_CLUSTER_BACKWARD = Family(
     "recurrent cluster backward",
     "What goes back through two factors, with gradients that a cluster shares out",
-    recurrent_cluster_backward.tile,
-    (recurrent_cluster_backward.RecurrentClusterBackward,),
+    recurrent_cluster.tile_backward,
+    (recurrent_cluster.RecurrentClusterBackward,),
     "recurrent",
     CLUSTER_TAKES,
 )
