@@ -45,7 +45,34 @@ class ResidentStack(Resident):
     states: bool = False  # stored as well, those between layers
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds: rounds of tiles, one of each group."""
+        gpu, units, warps = self.gpu, self.units, self.warps
+        p, q = self.sizes[0][0], self.sizes[-1][1]
+        between = sum(q for _, q in self.sizes[:-1]) if self.states else 0
+        memory = units * (p + q + between) * self.size / gpu.memory_bytes
+        moved = units * (p + q + 2 * between) * self.size / gpu.shared_bytes
+        pieces = units * (pieces_of(p, self.work, 1, self.work.inputs) + pieces_of(q, self.work, 1)) / gpu.instructions
+        functions = units * sum(layer.out_features * of_value(layer.activation) for layer in self.layers)
+        special = functions / gpu.rates.special_functions
+        if self.dtype == "float64":  # whose functions planner.times counts
+            special = 0.0
+        ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in self.plain) / gpu.instructions
+        syncs = gpu.rates.sync_us * (len(self.stages) * (2 if self.in_place else 1) + 2)
+        ahead = self.slots > 1 or (not self.in_place and len(self.stages) % 2 == 1)
+
+        def round_us(groups: int) -> float:
+            waits = waits_of(groups * warps)
+            busy = together(odd_us(self.plain, warps, groups, gpu) + (ends + pieces) * waits + moved, special)
+            return groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
+
+        tiles = -(-batch // units)
+        whole, left = divmod(-(-tiles // gpu.sms), self.groups)  # rounds of a block, and tiles of the last one
+        rounds = whole * max(round_us(self.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
+        start = gpu.rates.behind_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + self.weight_bytes / 59e3
+        start += waits_for_weights(self.work, self.threads, gpu)
+        if self.size == 2:  # biases come by registers, one behind another
+            start += gpu.rates.wait_us * sum(layer.bias for layer in self.layers)
+        return start + memory + syncs + rounds
 
     @kept
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -201,7 +228,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                     continue
                 fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, False, gpu, 0.0
                 plan = ResidentStack(*fields, layers=tuple(layers), states=states)
-                yield replace(plan, us=_time(plan, batch))
+                yield replace(plan, us=plan.us_of(batch))
 
 
 def _work(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
@@ -225,34 +252,3 @@ def _stages(work: Work, samples: int, warps: int, most: int, in_place: bool, gpu
             return None
         stages.append(stage)
     return tuple(stages)
-
-
-def _time(plan: ResidentStack, batch: int) -> float:
-    """Predicted microseconds: rounds of tiles, one of each group."""
-    gpu, units, warps = plan.gpu, plan.units, plan.warps
-    p, q = plan.sizes[0][0], plan.sizes[-1][1]
-    between = sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
-    memory = units * (p + q + between) * plan.size / gpu.memory_bytes
-    moved = units * (p + q + 2 * between) * plan.size / gpu.shared_bytes
-    pieces = units * (pieces_of(p, plan.work, 1, plan.work.inputs) + pieces_of(q, plan.work, 1)) / gpu.instructions
-    functions = units * sum(layer.out_features * of_value(layer.activation) for layer in plan.layers)
-    special = functions / gpu.rates.special_functions
-    if plan.dtype == "float64":  # whose functions planner.times counts
-        special = 0.0
-    ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in plan.plain) / gpu.instructions
-    syncs = gpu.rates.sync_us * (len(plan.stages) * (2 if plan.in_place else 1) + 2)
-    ahead = plan.slots > 1 or (not plan.in_place and len(plan.stages) % 2 == 1)
-
-    def round_us(groups: int) -> float:
-        waits = waits_of(groups * warps)
-        busy = together(odd_us(plan.plain, warps, groups, gpu) + (ends + pieces) * waits + moved, special)
-        return groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
-
-    tiles = -(-batch // units)
-    whole, left = divmod(-(-tiles // gpu.sms), plan.groups)  # rounds of a block, and tiles of the last one
-    rounds = whole * max(round_us(plan.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
-    start = gpu.rates.behind_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + plan.weight_bytes / 59e3
-    start += waits_for_weights(plan.work, plan.threads, gpu)
-    if plan.size == 2:  # biases come by registers, one behind another
-        start += gpu.rates.wait_us * sum(layer.bias for layer in plan.layers)
-    return start + memory + syncs + rounds

@@ -144,7 +144,20 @@ class Pair(OfWork, TwoSizes):
         return self.work.outer * self.mixed[1] * q0 * q1 * self.size
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        work, gpu = self.work, self.gpu
+        p0, p1, q0, q1 = self.sizes
+        p, q = self.mixed
+        units = -(-batch * work.outer // gpu.sms)
+        memory = (p * p0 * p1 + q * q0 * q1) * self.size / (0.9 * gpu.memory_bytes)
+        rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
+        products = 128 * self.parts * q * round_up(p0, self.chunk) * (round_up(p1, 32 // self.unit) + self.n) / rate
+        chunk_us, row_us = (0.12, 0.003) if self.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
+        unit_us = UNIT_US if self.size == 2 and p * q == 1 else 0.0
+        busy = products + (-(-p0 // self.chunk) * chunk_us + q0 * row_us + unit_us) * q / self.groups
+        mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
+        if self.mixes_by_products:
+            mixing = PRODUCT_US * -(-p0 // self.chunk)
+        return START_US + (units + 1) * max(memory, busy, mixing)
 
     @property
     def details(self) -> str:
@@ -234,7 +247,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
                 and plan.registers_needed <= (plan.registers[1] or 255)
             )
             if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
-                return replace(plan, us=_time(plan, batch))
+                return replace(plan, us=plan.us_of(batch))
     return None
 
 
@@ -256,21 +269,3 @@ def _chunks(work: Work) -> list[int]:
     chunks = -(-p0 * round_up(p1 * size, 128) * states // most)
     step = 8 if work.dtype == "tf32" else 16
     return [round_up(-(-p0 // (chunks * by)), step) for by in (1, 2)]
-
-
-def _time(plan: Pair, batch: int) -> float:
-    """Predicted microseconds."""
-    work, gpu = plan.work, plan.gpu
-    p0, p1, q0, q1 = plan.sizes
-    p, q = plan.mixed
-    units = -(-batch * work.outer // gpu.sms)
-    memory = (p * p0 * p1 + q * q0 * q1) * plan.size / (0.9 * gpu.memory_bytes)
-    rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
-    products = 128 * plan.parts * q * round_up(p0, plan.chunk) * (round_up(p1, 32 // plan.unit) + plan.n) / rate
-    chunk_us, row_us = (0.12, 0.003) if plan.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
-    unit_us = UNIT_US if plan.size == 2 and p * q == 1 else 0.0
-    busy = products + (-(-p0 // plan.chunk) * chunk_us + q0 * row_us + unit_us) * q / plan.groups
-    mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
-    if plan.mixes_by_products:
-        mixing = PRODUCT_US * -(-p0 // plan.chunk)
-    return START_US + (units + 1) * max(memory, busy, mixing)

@@ -67,7 +67,14 @@ class PairBackward(OfTwoModes, Grouped):
         return (q1 * x + (a + groups if self.dtype == "float32" else max(a, groups))) * self.size
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        p0, p1, q0, q1 = self.sizes
+        memory = (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
+        p0, p1, q0, q1 = self.padded
+        turns = -(-q1 // (16 * self.rows))
+        products = 2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * self.rows * p0 * p1
+        operands = self.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) + self.parts * p0 * (p1 + 2 * q1)
+        sums = self.groups * (self.parts * p0 * q0 + turns * 16 * self.rows * p1)
+        return self.time(batch, memory, products, operands, sums)
 
     @property
     def details(self) -> str:
@@ -84,7 +91,7 @@ def tile(
 ) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
+    return fastest(replace(plan, us=plan.us_of(batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
 
 
 def _tilings(
@@ -106,14 +113,3 @@ def _tilings(
             plan = PairBackward(both, dtype, outer, rows + more, columns, groups, slots, gpu, inputs=inputs)
             if plan.fits:
                 yield plan
-
-
-def _time(plan: PairBackward, batch: int) -> float:
-    p0, p1, q0, q1 = plan.sizes
-    memory = (2 * p0 * p1 + q0 * q1) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    p0, p1, q0, q1 = plan.padded
-    turns = -(-q1 // (16 * plan.rows))
-    products = 2 * p0 * p1 * q1 + 2 * p0 * q0 * q1 + turns * 16 * plan.rows * p0 * p1
-    operands = plan.rows * (2 * p1 * q1 + 2 * q0 * q1 + turns * p0 * p1) + plan.parts * p0 * (p1 + 2 * q1)
-    sums = plan.groups * (plan.parts * p0 * q0 + turns * 16 * plan.rows * p1)
-    return plan.time(batch, memory, products, operands, sums)

@@ -56,7 +56,12 @@ class PairDouble(TakesTwoModes):
         return self._rest_bytes + self.slots * self._slot_bytes
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        p0, p1, q0, q1 = self.sizes
+        rows, columns = (round_up(n, 64) for n in (p0, q0)), round_up(q1, 16)
+        products = sum(2 * m * columns * k for m, k in zip(rows, (p1, p0), strict=True)) / self.gpu.flops["float64"]
+        memory = 8 * (p0 * p1 + q0 * q1) / (0.9 * self.gpu.memory_bytes)
+        alone = max(products + self.chunks * CHUNK_US + UNIT_US, memory)
+        return START_US + -(-batch * self.work.outer // self.gpu.sms) * alone
 
     @property
     def details(self) -> str:
@@ -80,14 +85,4 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairDouble | None:
     plan = PairDouble(work, gpu)
     if min(plan.sizes) < LEAST or max(plan.sizes) > LARGEST or plan.slots < LEAST_SLOTS:
         return None
-    return replace(plan, us=_time(plan, batch))
-
-
-def _time(plan: PairDouble, batch: int) -> float:
-    """Predicted microseconds."""
-    p0, p1, q0, q1 = plan.sizes
-    rows, columns = (round_up(n, 64) for n in (p0, q0)), round_up(q1, 16)
-    products = sum(2 * m * columns * k for m, k in zip(rows, (p1, p0), strict=True)) / plan.gpu.flops["float64"]
-    memory = 8 * (p0 * p1 + q0 * q1) / (0.9 * plan.gpu.memory_bytes)
-    alone = max(products + plan.chunks * CHUNK_US + UNIT_US, memory)
-    return START_US + -(-batch * plan.work.outer // plan.gpu.sms) * alone
+    return replace(plan, us=plan.us_of(batch))

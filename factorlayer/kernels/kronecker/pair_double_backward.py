@@ -100,7 +100,15 @@ class PairDoubleBackward(OfTwoModes, BlockSums):
         return self._rest_bytes + self.slots * self._slot_bytes
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        m, k, _, n2 = self.shape
+        m, k, n2, part = round_up(m, 64), round_up(k, DEPTH), round_up(n2, 16), self.part
+        products = 2 * part * (m * k + m * n2) + (2 * 64 * m * n2 if self.returns else 0)
+        chunks = (k + part + (m if self.returns else 0)) / DEPTH
+        alone = self.parts * (products / self.gpu.flops["float64"] + chunks * CHUNK_US + PART_US)
+        p0, p1, q0, q1 = self.sizes
+        memory = 8 * ((2 if self.returns else 1) * p0 * p1 + q0 * q1) / (0.9 * self.gpu.memory_bytes)
+        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes / 2
+        return START_US + math.ceil(batch * self.units_per_sample / self.gpu.sms) * max(alone, memory) + ends
 
     @property
     def details(self) -> str:
@@ -123,17 +131,4 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     both = [PairDoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]
     if min(both[0].sizes) < LEAST or max(both[0].sizes) > LARGEST or min(plan.slots for plan in both) < LEAST_SLOTS:
         return ()
-    return tuple(replace(plan, us=_time(plan, batch)) for plan in both)
-
-
-def _time(plan: PairDoubleBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    m, k, _, n2 = plan.shape
-    m, k, n2, part = round_up(m, 64), round_up(k, DEPTH), round_up(n2, 16), plan.part
-    products = 2 * part * (m * k + m * n2) + (2 * 64 * m * n2 if plan.returns else 0)
-    chunks = (k + part + (m if plan.returns else 0)) / DEPTH
-    alone = plan.parts * (products / plan.gpu.flops["float64"] + chunks * CHUNK_US + PART_US)
-    p0, p1, q0, q1 = plan.sizes
-    memory = 8 * ((2 if plan.returns else 1) * p0 * p1 + q0 * q1) / (0.9 * plan.gpu.memory_bytes)
-    ends = plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes / 2
-    return START_US + math.ceil(batch * plan.units_per_sample / plan.gpu.sms) * max(alone, memory) + ends
+    return tuple(replace(plan, us=plan.us_of(batch)) for plan in both)

@@ -89,7 +89,11 @@ class PairMixedBackward(BlockSums):
         return self.fixed + self.chunks * self.chunk_bytes
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        p, p0, p1, q, q0, q1 = self.sizes
+        memory = (2 * p * p0 * p1 + q * q0 * q1) * self.size / (0.85 * self.gpu.memory_bytes)
+        busy = -(-q // self.groups) * UNIT_US + p0 * MIX_US
+        units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
+        return START_US + units * max(memory, busy) + self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
 
     @property
     def details(self) -> str:
@@ -134,7 +138,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= Pair16Backward.largest
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
         if fits and plan.chunks > plan.least_chunks:
-            plans.append(replace(plan, us=_time(plan, batch)))
+            plans.append(replace(plan, us=plan.us_of(batch)))
     return fastest(plans)
 
 
@@ -142,12 +146,3 @@ def _as_three(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode, Mode]]:
     parts = [part for mode in modes for part in mode.parts]
     for i, j in itertools.combinations(range(1, len(parts)), 2):
         yield Mode(tuple(parts[:i])), Mode(tuple(parts[i:j])), Mode(tuple(parts[j:]))
-
-
-def _time(plan: PairMixedBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    p, p0, p1, q, q0, q1 = plan.sizes
-    memory = (2 * p * p0 * p1 + q * q0 * q1) * plan.size / (0.85 * plan.gpu.memory_bytes)
-    busy = -(-q // plan.groups) * UNIT_US + p0 * MIX_US
-    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
-    return START_US + units * max(memory, busy) + plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes

@@ -52,7 +52,13 @@ class SingleSplitBackward(OfOneFactor, BlockSums):
         return BARRIER_BYTES + (self.parts**2 + groups * 2 * self.parts) * self.pieces * SLAB
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        c = self.contraction
+        memory = BLOCK * (2 * c.p + c.q) * self.size / (0.85 * self.gpu.memory_bytes)
+        products = 2 * BLOCK**3 * self.parts**2 * PRODUCTS[self.pieces] / (0.3 * self.gpu.flops["bfloat16"])
+        units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
+        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
+        waits = (products + UNIT_US) * math.ceil(units * self.parts / 2)
+        return START_US + max(units * max(memory, products), waits) + ends
 
     @property
     def details(self) -> str:
@@ -76,15 +82,4 @@ def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleSp
     plan = SingleSplitBackward(c, dtype, gpu)
     if plan.parts != -(-c.q // BLOCK) or plan.shared > gpu.shared:
         return None
-    return replace(plan, us=_time(plan, batch))
-
-
-def _time(plan: SingleSplitBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    c = plan.contraction
-    memory = BLOCK * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)
-    products = 2 * BLOCK**3 * plan.parts**2 * PRODUCTS[plan.pieces] / (0.3 * plan.gpu.flops["bfloat16"])
-    units = math.ceil(batch * plan.units_per_sample / plan.gpu.sms)
-    ends = plan.weights * SUM_BYTES[plan.dtype] / plan.gpu.l2_bytes
-    waits = (products + UNIT_US) * math.ceil(units * plan.parts / 2)
-    return START_US + max(units * max(memory, products), waits) + ends
+    return replace(plan, us=plan.us_of(batch))

@@ -188,7 +188,23 @@ class SmallDoubleBackward(BlockSums):
         return self.weight_bytes + self.groups * (self.group_bytes + BARRIER_BYTES)
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds: accesses to shared memory, FMA of warps, products of the matrix unit and what is
+        moved, side by side; or groups, one unit after another."""
+        steps, gpu = self.steps, self.gpu
+        x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
+        moved = 8 * (2 * x + y)
+        waves = self.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
+        multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
+        products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
+        times = (
+            waves / WAVES_US,
+            multiply_adds * CLOCKS / WAVES_US,
+            2048 * products / gpu.flops["float64"],
+            moved / (0.9 * gpu.memory_bytes),
+        )
+        alone = ALONE * waves / WAVES_US / self.warps + STEP_US * 1.5 * len(steps) + (LOAD_US if self.slots == 1 else 0)
+        each = -(-batch * self.units_per_sample // gpu.sms)
+        return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // self.groups) * alone)
 
     @property
     def told(self) -> list[str]:
@@ -223,7 +239,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
-    return fastest(replace(plan, us=_time(plan, batch)) for plan in tilings(modes, outer, gpu))
+    return fastest(replace(plan, us=plan.us_of(batch)) for plan in tilings(modes, outer, gpu))
 
 
 @functools.lru_cache(256)
@@ -251,23 +267,3 @@ def tilings(modes: tuple[Mode, ...], outer: int, gpu: Gpu) -> Iterator[SmallDoub
         groups = groups_of(gpu, warps, registers, plan.group_bytes, plan.weight_bytes)
         if groups > 0:
             yield replace(plan, groups=groups)
-
-
-def _time(plan: SmallDoubleBackward, batch: int) -> float:
-    """Predicted microseconds: accesses to shared memory, FMA of warps, products of the matrix unit and what is moved,
-    side by side; or groups, one unit after another."""
-    steps, gpu = plan.steps, plan.gpu
-    x, y = (math.prod(sizes) for sizes in (steps[0].before.sizes, steps[-1].behind.sizes))
-    moved = 8 * (2 * x + y)
-    waves = plan.waves + (moved + 8 * x) / 128 + sum(step.weight_reads for step in steps + steps[:-1])
-    multiply_adds = sum(step.multiply_adds for step in steps) + sum(step.multiply_adds for step in steps[:-1])
-    products = sum(-(-step.columns // 8) * -(-step.p // 8) for step in steps)
-    times = (
-        waves / WAVES_US,
-        multiply_adds * CLOCKS / WAVES_US,
-        2048 * products / gpu.flops["float64"],
-        moved / (0.9 * gpu.memory_bytes),
-    )
-    alone = ALONE * waves / WAVES_US / plan.warps + STEP_US * 1.5 * len(steps) + (LOAD_US if plan.slots == 1 else 0)
-    each = -(-batch * plan.units_per_sample // gpu.sms)
-    return START_US + max(each * (max(times) + 0.08 * (sum(times) - max(times))), -(-each // plan.groups) * alone)

@@ -132,7 +132,15 @@ class Triple(OfWork):
         return self.work.outer * self.mode.q * q0 * q1 * self.size
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds, with numbers fitted to an H200, a sixteenth of which has no room for clusters."""
+        work, gpu = self.work, self.gpu
+        p0, p1, q0, q1 = self.pair.sizes
+        rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // self.cluster))
+        states, tiles = -(-self.mode.p // self.cluster), -(-self.rows * q1 // 64)
+        busy = states / self.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * self.size / 1e3)
+        busy += tiles * TILE_US / self.groups if self.buffers == 1 and self.last == 0 else 0
+        moved = (self.mode.p * p0 * p1 + self.mode.q * q0 * q1) * self.size / (0.8 * gpu.memory_bytes * self.cluster)
+        return START_US + rounds * max(busy, moved)
 
     title = "triple"
 
@@ -285,7 +293,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
     if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
         return None
     found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
-    return replace(found, us=_time(found, batch)) if found else None
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def _fits(plan: Triple) -> bool:
@@ -313,18 +321,6 @@ def _tilings(work: Work, gpu: Gpu) -> Iterator[Triple]:
         )
         for (groups, last), slots in itertools.product(ways, (8, 6, 5, 4, 3)):
             yield Triple(work, chunk, slots, groups, last, cluster, buffers, gpu)
-
-
-def _time(plan: Triple, batch: int) -> float:
-    """Predicted microseconds, with numbers fitted to an H200, a sixteenth of which has no room for clusters."""
-    work, gpu = plan.work, plan.gpu
-    p0, p1, q0, q1 = plan.pair.sizes
-    rounds = -(-batch * work.outer // max(1, gpu.sms * 15 // 16 // plan.cluster))
-    states, tiles = -(-plan.mode.p // plan.cluster), -(-plan.rows * q1 // 64)
-    busy = states / plan.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * plan.size / 1e3)
-    busy += tiles * TILE_US / plan.groups if plan.buffers == 1 and plan.last == 0 else 0
-    moved = (plan.mode.p * p0 * p1 + plan.mode.q * q0 * q1) * plan.size / (0.8 * gpu.memory_bytes * plan.cluster)
-    return START_US + rounds * max(busy, moved)
 
 
 def _time_backward(plan: TripleBackward, batch: int) -> float:

@@ -96,7 +96,17 @@ class SingleBackward(OfOneFactor, Grouped):
         return (weight + self.groups * (self.slots * slot + self.staged(self.tiles[1]))) * self.size
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        c = self.contraction
+        memory = self.span * (2 * c.p + c.q) * self.size / (0.85 * self.gpu.memory_bytes)
+        q, rows = round_up(c.q, 16), 16 * self.rows
+        if self.by_columns:
+            products = 2 * q * rows * self.columns
+            operands = self.columns * (2 * self.rows * q + self.parts * rows)
+        else:
+            products = rows * self.columns * (q + rows * self.turns)
+            operands = self.rows * self.columns * (q + self.turns * rows) + self.parts * rows * 2 * q
+        sums = self.groups * (self.parts if self.by_columns else 1) * self.weights
+        return self.time(batch, memory, products, operands, sums)
 
     @property
     def details(self) -> str:
@@ -112,7 +122,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return fastest(replace(plan, us=_time(plan, batch)) for plan in _tilings(contraction, dtype, gpu))
+    return fastest(replace(plan, us=plan.us_of(batch)) for plan in _tilings(contraction, dtype, gpu))
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
@@ -128,17 +138,3 @@ def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:
             exact = plan.columns == span or (c.inner == 1 and groups > 1)  # one group alone waits more than it moves
             if exact and plan.fits:
                 yield plan
-
-
-def _time(plan: SingleBackward, batch: int) -> float:
-    c = plan.contraction
-    memory = plan.span * (2 * c.p + c.q) * plan.size / (0.85 * plan.gpu.memory_bytes)
-    q, rows = round_up(c.q, 16), 16 * plan.rows
-    if plan.by_columns:
-        products = 2 * q * rows * plan.columns
-        operands = plan.columns * (2 * plan.rows * q + plan.parts * rows)
-    else:
-        products = rows * plan.columns * (q + rows * plan.turns)
-        operands = plan.rows * plan.columns * (q + plan.turns * rows) + plan.parts * rows * 2 * q
-    sums = plan.groups * (plan.parts if plan.by_columns else 1) * plan.weights
-    return plan.time(batch, memory, products, operands, sums)

@@ -164,7 +164,17 @@ class Dense(Pass):
         return widths + ", states between them stored" * self.states
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        tiles = math.ceil(batch / (64 * self.gpu.sms))
+        rate = 0.6 * self.gpu.flops["bfloat16"] * (0.5 if self.dtype == "tf32" else 1.0)
+        columns = [self.columns(i) for i in range(len(self.sizes))]
+        products = sum(2 * 64 * k * n for k, n in columns) / rate
+        sums = 64 * sum(n for _, n in columns) * 6 / 32 / self.gpu.instructions + self.packing_us
+        moved = self.sizes[0][0] + (sum(q for _, q in self.sizes) if self.states else self.sizes[-1][1])
+        memory = 64 * moved * self.size / (0.9 * self.gpu.memory_bytes)
+        alone = PRODUCT_US * len(self.layers) + products + self.packing_us  # of a tile that nothing runs beside
+        functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, self.layers, strict=True))
+        busy = max(products + sums, memory, functions / self.gpu.rates.special_functions)
+        return self.gpu.rates.behind_us + self.loading_us + max(tiles * busy, alone * math.ceil(tiles / self.groups))
 
     title = "dense layers"
 
@@ -269,19 +279,4 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = Dense(tuple(layers), dtype, groups, gpu, states=states, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            yield replace(plan, us=_time(plan, batch))
-
-
-def _time(plan: Dense, batch: int) -> float:
-    """Predicted microseconds."""
-    tiles = math.ceil(batch / (64 * plan.gpu.sms))
-    rate = 0.6 * plan.gpu.flops["bfloat16"] * (0.5 if plan.dtype == "tf32" else 1.0)
-    columns = [plan.columns(i) for i in range(len(plan.sizes))]
-    products = sum(2 * 64 * k * n for k, n in columns) / rate
-    sums = 64 * sum(n for _, n in columns) * 6 / 32 / plan.gpu.instructions + plan.packing_us
-    moved = plan.sizes[0][0] + (sum(q for _, q in plan.sizes) if plan.states else plan.sizes[-1][1])
-    memory = 64 * moved * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
-    functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, plan.layers, strict=True))
-    busy = max(products + sums, memory, functions / plan.gpu.rates.special_functions)
-    return plan.gpu.rates.behind_us + plan.loading_us + max(tiles * busy, alone * math.ceil(tiles / plan.groups))
+            yield replace(plan, us=plan.us_of(batch))

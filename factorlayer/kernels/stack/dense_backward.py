@@ -102,7 +102,18 @@ class DenseBackward(BlockSums, Dense):
         return self.sizes[0][0] * self.size
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        tiles = math.ceil(batch / (64 * self.gpu.sms))
+        columns = [self.columns(i) for i in range(len(self.layers))]
+        products = PRODUCTS * sum(2 * 64 * k * n for k, n in columns) / (0.5 * self.gpu.flops[self.dtype])
+        sums = 64 * sum(2 * n for _, n in columns) * 8 / 32 / self.gpu.instructions + self.packing_us
+        memory = 64 * (2 * self.sizes[0][0] + self.sizes[-1][1]) * self.size / (0.9 * self.gpu.memory_bytes)
+        alone = (
+            PRODUCTS * PRODUCT_US * len(self.layers) + products + self.packing_us
+        )  # of a tile that nothing runs beside
+        each = (of_value(chain.activation) + of_slope(chain.activation) for chain in self.layers)
+        functions = 64 * sum(n * count for (_, n), count in zip(columns, each, strict=True))
+        busy = max(products + sums, memory, functions / self.gpu.rates.special_functions)
+        return START_US + max(tiles * busy, alone * math.ceil(tiles / self.groups))
 
     title = "dense layers, backward"
 
@@ -164,19 +175,5 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = DenseBackward(tuple(layers), dtype, groups, gpu, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=_time(plan, batch))
+            return replace(plan, us=plan.us_of(batch))
     return None
-
-
-def _time(plan: DenseBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    tiles = math.ceil(batch / (64 * plan.gpu.sms))
-    columns = [plan.columns(i) for i in range(len(plan.layers))]
-    products = PRODUCTS * sum(2 * 64 * k * n for k, n in columns) / (0.5 * plan.gpu.flops[plan.dtype])
-    sums = 64 * sum(2 * n for _, n in columns) * 8 / 32 / plan.gpu.instructions + plan.packing_us
-    memory = 64 * (2 * plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = PRODUCTS * PRODUCT_US * len(plan.layers) + products + plan.packing_us  # of a tile that nothing runs beside
-    each = (of_value(chain.activation) + of_slope(chain.activation) for chain in plan.layers)
-    functions = 64 * sum(n * count for (_, n), count in zip(columns, each, strict=True))
-    busy = max(products + sums, memory, functions / plan.gpu.rates.special_functions)
-    return START_US + max(tiles * busy, alone * math.ceil(tiles / plan.groups))

@@ -97,7 +97,16 @@ class DenseBackward32(DenseBackward):
         return kept + max(forward, ending) + OTHER_REGISTERS
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        tiles = math.ceil(batch / (64 * self.gpu.sms))
+        columns, last = [self.columns(i) for i in range(len(self.layers))], len(self.layers) - 1
+        forward = sum(k * n for i, (k, n) in enumerate(columns) if i < last or self.has_slope(i))
+        back = sum(k * n for k, n in columns) + sum(64 * rows * right for rows, right in self.tiles)
+        products = 2 * 64 * (forward + back) / (0.3 * self.gpu.flops["bfloat16"])
+        each = sum(n * (16 if self.has_slope(i) else 4) + k * 4 for i, (k, n) in enumerate(columns))
+        others = 64 * each / 32 / self.gpu.instructions
+        memory = 64 * (2 * self.sizes[0][0] + self.sizes[-1][1]) * self.size / (0.9 * self.gpu.memory_bytes)
+        alone = WAIT_US * (1 + len(columns)) + products + others
+        return START_US + max(tiles * max(products + others, memory), alone * math.ceil(tiles / self.groups))
 
     def __str__(self) -> str:
         return super().__str__() + ", tf32"
@@ -201,22 +210,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
     for groups in (4, 3, 2):
         plan = DenseBackward32(tuple(layers), dtype, groups, gpu)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=_time(plan, batch))
+            return replace(plan, us=plan.us_of(batch))
     if len(layers) == 1 and LEAST < max(plan.columns(0)) <= MOST:
         plan = LayerBackward32(tuple(layers), dtype, 2, gpu)
-        return replace(plan, us=_time(plan, batch)) if plan.shared <= gpu.shared else None
+        return replace(plan, us=plan.us_of(batch)) if plan.shared <= gpu.shared else None
     return None
-
-
-def _time(plan: DenseBackward32, batch: int) -> float:
-    """Predicted microseconds."""
-    tiles = math.ceil(batch / (64 * plan.gpu.sms))
-    columns, last = [plan.columns(i) for i in range(len(plan.layers))], len(plan.layers) - 1
-    forward = sum(k * n for i, (k, n) in enumerate(columns) if i < last or plan.has_slope(i))
-    back = sum(k * n for k, n in columns) + sum(64 * rows * right for rows, right in plan.tiles)
-    products = 2 * 64 * (forward + back) / (0.3 * plan.gpu.flops["bfloat16"])
-    each = sum(n * (16 if plan.has_slope(i) else 4) + k * 4 for i, (k, n) in enumerate(columns))
-    others = 64 * each / 32 / plan.gpu.instructions
-    memory = 64 * (2 * plan.sizes[0][0] + plan.sizes[-1][1]) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    alone = WAIT_US * (1 + len(columns)) + products + others
-    return START_US + max(tiles * max(products + others, memory), alone * math.ceil(tiles / plan.groups))

@@ -162,7 +162,29 @@ class DenseStreamed(Dense):
         return 128 * (self.groups + 1)
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Microseconds: by analogy to dense.py and wide.py, whose numbers were fitted."""
+        tiles = math.ceil(batch / 64)
+        groups = min(self.groups, math.ceil(tiles / self.gpu.sms))  # with tiles
+        load = products = read = 0.0
+        for (p, _), c, chunks in zip(self.sizes, self.shapes, self.chunks, strict=True):
+            columns, chunk = c.all, 128 * c.n * c.slabs
+            widest = max(w for w in (2, 4, 8, 16, 128) if p * self.size % w == 0)
+            whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not self.in_chunks else 1.0
+            load += chunks * max(whole * (0.12 * (not self.in_chunks) + chunk / 100e3), 0.7 / (self.slots - 1))
+            products += 2.3 * columns * c.k / self.slab / self.gpu.rates.cycles
+            read += 128 * c.k / self.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
+        each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in self.layers]
+        sums = 64 * sum(c.all * n for c, n in zip(self.shapes, each, strict=True)) / 32 / self.gpu.instructions
+        alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
+        store = 64 * self.sizes[-1][1] * self.size / 40e3
+        states = 64 * self.size * sum(q for _, q in self.sizes[:-1]) if self.states else 0
+        shared = 1.15 * (read + groups * states) / 128 / self.gpu.rates.cycles
+        if not self.in_chunks and self.sizes[0][0] * self.size % 4:  # x comes through registers
+            load += groups * math.ceil(self.shapes[0].k / self.slab) * LOADED_US
+        busy = max(load, groups * (products + 0.6 * sums), alone + store, groups * _parts_us(self), shared) + 0.5
+        moved = 64 * self.size * (self.sizes[0][0] + self.sizes[-1][1]) + states
+        memory = groups * moved / (0.9 * self.gpu.memory_bytes)
+        return START_US + math.ceil(tiles / (self.gpu.sms * groups)) * max(busy, memory)
 
     title = "dense layers, weights streamed"
 
@@ -298,33 +320,7 @@ def tilings(
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
         plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
         if plan.slots >= LEAST_SLOTS:
-            yield replace(plan, us=_time(plan, batch))
-
-
-def _time(plan: DenseStreamed, batch: int) -> float:
-    """Microseconds: by analogy to dense.py and wide.py, whose numbers were fitted."""
-    tiles = math.ceil(batch / 64)
-    groups = min(plan.groups, math.ceil(tiles / plan.gpu.sms))  # with tiles
-    load = products = read = 0.0
-    for (p, _), c, chunks in zip(plan.sizes, plan.shapes, plan.chunks, strict=True):
-        columns, chunk = c.all, 128 * c.n * c.slabs
-        widest = max(w for w in (2, 4, 8, 16, 128) if p * plan.size % w == 0)
-        whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not plan.in_chunks else 1.0
-        load += chunks * max(whole * (0.12 * (not plan.in_chunks) + chunk / 100e3), 0.7 / (plan.slots - 1))
-        products += 2.3 * columns * c.k / plan.slab / plan.gpu.rates.cycles
-        read += 128 * c.k / plan.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
-    each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in plan.layers]
-    sums = 64 * sum(c.all * n for c, n in zip(plan.shapes, each, strict=True)) / 32 / plan.gpu.instructions
-    alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
-    store = 64 * plan.sizes[-1][1] * plan.size / 40e3
-    states = 64 * plan.size * sum(q for _, q in plan.sizes[:-1]) if plan.states else 0
-    shared = 1.15 * (read + groups * states) / 128 / plan.gpu.rates.cycles
-    if not plan.in_chunks and plan.sizes[0][0] * plan.size % 4:  # x comes through registers
-        load += groups * math.ceil(plan.shapes[0].k / plan.slab) * LOADED_US
-    busy = max(load, groups * (products + 0.6 * sums), alone + store, groups * _parts_us(plan), shared) + 0.5
-    moved = 64 * plan.size * (plan.sizes[0][0] + plan.sizes[-1][1]) + states
-    memory = groups * moved / (0.9 * plan.gpu.memory_bytes)
-    return START_US + math.ceil(tiles / (plan.gpu.sms * groups)) * max(busy, memory)
+            yield replace(plan, us=plan.us_of(batch))
 
 
 def _parts_us(plan: DenseStreamed) -> float:

@@ -44,7 +44,16 @@ class LayerBackward(DenseBackward):
         return 128
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        rounds = math.ceil(batch / (128 * self.gpu.sms))
+        (p, q), (k, n), has_slope = self.sizes[0], self.columns(0), self.has_slope(0)
+        products = (2 + has_slope) * 2 * 128 * k * n / (0.6 * self.gpu.flops[self.dtype])
+        slopes = 128 * n * 12 / 32 / self.gpu.instructions * has_slope
+        memory = 128 * (2 * p + q) * self.size / (0.9 * self.gpu.memory_bytes)
+        landed = sum(n for n in (p, q) if n % 4)  # taken apart between two barriers, while nothing else runs
+        apart = (
+            2 * self.packing_us + 128 * landed * self.size / 512 * 12 / self.gpu.instructions + (0.2 if landed else 0)
+        )
+        return START_US + rounds * max(products + slopes + apart + 0.4, memory)
 
     title = "dense layer, backward"
 
@@ -76,16 +85,4 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBack
     if not layer.is_dense or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
         return None
     plan = LayerBackward((layer,), dtype, 2, gpu)
-    return replace(plan, us=_time(plan, batch)) if plan.shared <= gpu.shared else None
-
-
-def _time(plan: LayerBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    rounds = math.ceil(batch / (128 * plan.gpu.sms))
-    (p, q), (k, n), has_slope = plan.sizes[0], plan.columns(0), plan.has_slope(0)
-    products = (2 + has_slope) * 2 * 128 * k * n / (0.6 * plan.gpu.flops[plan.dtype])
-    slopes = 128 * n * 12 / 32 / plan.gpu.instructions * has_slope
-    memory = 128 * (2 * p + q) * plan.size / (0.9 * plan.gpu.memory_bytes)
-    landed = sum(n for n in (p, q) if n % 4)  # taken apart between two barriers, while nothing else runs
-    apart = 2 * plan.packing_us + 128 * landed * plan.size / 512 * 12 / plan.gpu.instructions + (0.2 if landed else 0)
-    return START_US + rounds * max(products + slopes + apart + 0.4, memory)
+    return replace(plan, us=plan.us_of(batch)) if plan.shared <= gpu.shared else None
