@@ -10,6 +10,7 @@ Monarch of two modes: every block (l, k) of W is approximated on its own, by its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.multiplied import multiplied_out
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 
@@ -78,17 +81,13 @@ def in_double(tensor: Tensor) -> Tensor:
 
 
 def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:
-    """The matrix [out, in] that the weights stand for."""
+    """The matrix [out, in] that the weights stand for; Kronecker products by elements, which neither TF32 nor autocast
+    rounds."""
     if spec.tied:
-        terms = [weights] if spec.rank == 1 else list(zip(*weights, strict=True))
-        total = None
-        for factors in terms:
-            product = factors[0]
-            for factor in factors[1:]:
-                product = torch.kron(product, factor)
-            total = product if total is None else total + product
-        assert total is not None
-        return total
+        terms = [weights] if spec.rank == 1 else zip(*weights, strict=True)
+        return functools.reduce(torch.add, (functools.reduce(torch.kron, factors) for factors in terms))
+    if spec.blocks:
+        return multiplied_out(Chain.of(spec, False, "identity"), weights)
     return naive(spec, torch.eye(spec.in_features, dtype=weights[0].dtype, device=weights[0].device), weights).T
 
 
