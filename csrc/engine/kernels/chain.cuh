@@ -280,27 +280,17 @@ template <class Pass> struct Chain : Tiles<Pass> {
       UNROLL for (int n = 0; n < S::NT; ++n) Math::template multiply<K>(y[m][n], a[m], b[n]);
   }
 
-  // Infinities and NaNs are not what they should be once an operand is split: such sums are made again, one by one.
   template <class S> DEVICE void repair(Sums<S>& y, int tile, u32 state, u32 weight) const {
-    bool finite = true;
-    UNROLL for (auto& row : y)
-      UNROLL for (auto& four : row)
-        UNROLL for (float value : four) finite &= is_finite(value);
-    if (__all_sync(~0u, finite)) return;
-    const auto [row, o, column] = corner<S>(tile);
-    UNROLL for (int m = 0; m < S::MT; ++m)
-      UNROLL for (int n = 0; n < S::NT; ++n)
-        UNROLL for (int i = 0; i < 4; ++i) {
-          if (is_finite(y[m][n][i])) continue;
-          const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
-          const int q = S::BY_ROWS ? c : r;
-          const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
-          float sum = 0;
-          ROLL for (int p = 0; p < S::P; ++p)
-            sum += __uint_as_float(load_u32(state + (x + p * S::In::STEP) * kSize)) *
-                   __uint_as_float(load_u32(weight + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
-          y[m][n][i] = sum;
-        }
+    repair_sums<S::P>(y, [&](int m, int n, int i) {
+      const Corner first = corner<S>(tile);
+      const int r = first.row + m * 16 + i / 2 * 8 + lane.g, c = first.i + n * 8 + lane.t * 2 + i % 2, o = first.o;
+      const int q = S::BY_ROWS ? c : r;
+      const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
+      return [=](int p) {
+        return __uint_as_float(load_u32(state + (x + p * S::In::STEP) * kSize)) *
+               __uint_as_float(load_u32(weight + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
+      };
+    });
   }
 
   DEVICE static Sum<Element> number(u32 from) {

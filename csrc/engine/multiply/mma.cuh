@@ -240,3 +240,22 @@ DEVICE void add_sums(double& sum, double more) { sum += more; }
 template <class T, int N> DEVICE void add_sums(T (&sum)[N], const T (&more)[N]) {
   UNROLL for (int i = 0; i < N; ++i) add_sums(sum[i], more[i]);
 }
+
+// Infinities and NaNs are not what they should be once an operand is split: such sums of a warp are made again, one by one, of COUNT
+// products each: products_of(m, n, i) gives number k of sum i of a tile.
+template <int COUNT, int MT, int NT, class Of> DEVICE void repair_sums(float (&y)[MT][NT][4], const Of& products_of) {
+  bool finite = true;
+  UNROLL for (auto& row : y)
+    UNROLL for (auto& four : row)
+      UNROLL for (float value : four) finite &= is_finite(value);
+  if (__all_sync(~0u, finite)) return;
+  UNROLL for (int m = 0; m < MT; ++m)
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 4; ++i) {
+        if (is_finite(y[m][n][i])) continue;
+        const auto product = products_of(m, n, i);
+        float sum = 0;
+        ROLL for (int k = 0; k < COUNT; ++k) sum += product(k);
+        y[m][n][i] = sum;
+      }
+}

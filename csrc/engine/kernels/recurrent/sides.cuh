@@ -257,30 +257,19 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
     else
       UNROLL for (int i = 0; i < 2; ++i) Math::template put<false>(b, i, both[k].of(i));
   }
-  // Infinities and NaNs, as chain.cuh's
   template <class S, bool GATHERED, int STATES> DEVICE void repair(Sums<S> (&y)[kGates]) const {
-    bool finite = true;
-    UNROLL for (auto& gate : y)
-      UNROLL for (auto& four : gate)
-        UNROLL for (float value : four) finite &= is_finite(value);
-    if (__all_sync(~0u, finite)) return;
-    UNROLL for (int gate = 0; gate < kGates; ++gate)
-      UNROLL for (int n = 0; n < S::NT; ++n)
-        UNROLL for (int i = 0; i < 4; ++i) {
-          if (is_finite(y[gate][n][i])) continue;
-          const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8;
-          const int column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
-          const int apart = GATHERED ? S::kGatheredBytes : S::kStateBytes;
-          const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * apart;
-          float sum = 0;
-          ROLL for (int k = 0; k < S::WHOLE; ++k) {
-            const int at = Math::place_of(k, true);
-            const int x = GATHERED ? pair_of<S>(column, k) * 2 + k % 2 : at * S::STATE_STEP + column;
-            sum += __uint_as_float(load_u32(state + x * kSize)) *
-                   __uint_as_float(load_u32(Base::template weight_address<S>(gate) + (m * S::W_STRIDE + at) * kSize));
-          }
-          y[gate][n][i] = sum;
-        }
+    repair_sums<S::WHOLE>(y, [&](int gate, int n, int i) {
+      const int m = warp % S::M_TILES * 16 + lane.g + i / 2 * 8;
+      const int column = (warp / S::M_TILES * S::NT + n) * 8 + lane.t * 2 + i % 2;
+      const int apart = GATHERED ? S::kGatheredBytes : S::kStateBytes;
+      const u32 state = memory + (GATHERED ? S::GATHERED_AT : S::STATE_AT) + (STATES > 1 ? gate : 0) * apart;
+      return [=](int k) {
+        const int at = Math::place_of(k, true);
+        const int x = GATHERED ? pair_of<S>(column, k) * 2 + k % 2 : at * S::STATE_STEP + column;
+        return __uint_as_float(load_u32(state + x * kSize)) *
+               __uint_as_float(load_u32(Base::template weight_address<S>(gate) + (m * S::W_STRIDE + at) * kSize));
+      };
+    });
   }
   // Two of them to the state that the next first contraction reads
   template <class S> DEVICE void give_state(int state, const Two& two, Real first, Real second) const {

@@ -171,24 +171,14 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
     UNROLL for (int m = 0; m < S::MT; ++m)
       UNROLL for (int n = 0; n < S::NT; ++n) Math::template multiply<K>(y[m][n], a[m], b[n]);
   }
-  // As Chain's
   template <class S> DEVICE void repair_back(Sums<S>& y, int row, int column, u32 state, u32 weight) const {
-    bool finite = true;
-    UNROLL for (auto& tiles : y)
-      UNROLL for (auto& four : tiles)
-        UNROLL for (float value : four) finite &= is_finite(value);
-    if (__all_sync(~0u, finite)) return;
-    UNROLL for (int m = 0; m < S::MT; ++m)
-      UNROLL for (int n = 0; n < S::NT; ++n)
-        UNROLL for (int i = 0; i < 4; ++i) {
-          if (is_finite(y[m][n][i])) continue;
-          const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
-          float sum = 0;
-          ROLL for (int q = 0; q < S::P; ++q)
-            sum += __uint_as_float(load_u32(state + (r * S::In::ROW + q) * kSize)) *
-                   __uint_as_float(load_u32(weight + (q * S::W_STRIDE + c) * kSize));
-          y[m][n][i] = sum;
-        }
+    repair_sums<S::P>(y, [&](int m, int n, int i) {
+      const int r = row + m * 16 + i / 2 * 8 + lane.g, c = column + n * 8 + lane.t * 2 + i % 2;
+      return [=](int q) {
+        return __uint_as_float(load_u32(state + (r * S::In::ROW + q) * kSize)) *
+               __uint_as_float(load_u32(weight + (q * S::W_STRIDE + c) * kSize));
+      };
+    });
   }
 
   // A block's sums of a layer to where they belong: its weight's, [Q, P], and those of its bias, the last column, behind them.
