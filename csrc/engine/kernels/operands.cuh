@@ -9,6 +9,7 @@ template <class Math, class T, int THREADS> struct Operands {
   using B = typename Math::B;
   using Real = Sum<Element>;
   static constexpr int kSize = sizeof(Element), kStep = Math::kStep, kUnroll = Math::kRepairs ? 1 : 2;
+  static constexpr int kAtOnce = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once, of few samples
   static constexpr bool kPairs = kSize == 4;  // k's by n and m
   static constexpr int stride(int n) { return n + (kSize == 2 ? 8 : 4); }  // of rows of n elements
 

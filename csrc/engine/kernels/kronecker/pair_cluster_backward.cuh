@@ -29,7 +29,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
   using Base = Operands<Math, typename Pass::Element, kGroup>;
   using typename Base::Element;
   using typename Base::Real;
-  using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
+  using Base::stride, Base::kAtOnce, Base::kPairs, Base::kSize, Base::kStep;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kOfA = P0 / SPAN, kOfB = Q1 / SPAN, kOfX = P0 / SPAN;  // clusters
   static_assert(P0 % SPAN == 0 && Q1 % SPAN == 0 && SPAN % 16 == 0 && P1 % 16 == 0 && Q0 % 16 == 0);
@@ -53,7 +53,6 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
     static DEVICE int row(int task) { return task % kRows * 16; }
     static DEVICE int column(int task) { return task / kRows * (NT * 8); }
   };
-  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once
 
   const Params& params;
   const Lane lane;
@@ -110,7 +109,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
     ROLL for (int task = warp; task < Task::kCount; task += WARPS) {
       const int row = Task::row(task), column = Task::column(task);
       typename Task::Sums sums = {};
-      Base::template multiply<STEPS, kUnroll>(sums, left(row), right(column));
+      Base::template multiply<STEPS, kAtOnce>(sums, left(row), right(column));
       Base::template put_rounded<STRIDE>(sums, state + ((row + lane.g) * STRIDE + column + second) * kSize, apart);
     }
     sync();
@@ -127,7 +126,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
       const int task = turn * WARPS + warp;
       if (Task::kCount % WARPS && task >= Task::kCount) break;
       typename Task::Sums more = {};
-      Base::template multiply<STEPS, kUnroll>(more, left(Task::row(task)), right(Task::column(task)));
+      Base::template multiply<STEPS, kAtOnce>(more, left(Task::row(task)), right(Task::column(task)));
       add_sums(total.of[turn], more[0]);
     }
   }
@@ -247,7 +246,7 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
         typename Task::Sums sums = {};
         const u32 left = state + row * kG * kSize + Math::template lane_row_a<kG>(lane);
         const u32 right = weights + kBehind + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane);
-        Base::template multiply<Q1 / kStep, kUnroll>(sums, Base::template tiles_by_rows<kG, false>(left),
+        Base::template multiply<Q1 / kStep, kAtOnce>(sums, Base::template tiles_by_rows<kG, false>(left),
                                                      Base::template by_n<kX, true>(right, lane.index));
         Base::template store_tile<SPAN, P1, P1, true>(sums[0], row, column, to, staged, lane);
       }

@@ -21,7 +21,7 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   using Base = Operands<Math, typename Pass::Element, WARPS * 32>;
   using typename Base::Element;
   using typename Base::Real;
-  using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
+  using Base::stride, Base::kAtOnce, Base::kPairs, Base::kSize, Base::kStep;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kOfX = P0 / ROWS, kChunks = kOfX + Q0 / ROWS;
   static_assert(P0 % ROWS == 0 && Q0 % ROWS == 0 && Q1 % SPAN == 0 && SLOTS > 1 && SLOTS <= kChunks);
@@ -43,8 +43,6 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   using Sums = Real[MT][NT][4];
   static DEVICE int row_of(int task) { return task % (kRowTiles / MT) * (MT * 16); }
   static DEVICE int column_of(int task) { return task / (kRowTiles / MT) * (NT * 8); }
-
-  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once
 
   const Params& params;
   const Lane lane;
@@ -91,7 +89,7 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
     ROLL for (int task = warp; task < kTasks; task += WARPS) {
       const int row = row_of(task), column = column_of(task);
       Sums sums = {};
-      Base::template multiply<P1 / kStep, kUnroll>(
+      Base::template multiply<P1 / kStep, kAtOnce>(
           sums, Base::template tiles_by_rows<kX, true>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
           Base::template by_k<kX>(b + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
       const int mine = kPairs ? lane.g % 4 * 2 + lane.g / 4 : lane.g;
@@ -106,7 +104,7 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
     ROLL for (int task = warp; task < kTasks; task += WARPS) {
       const int row = row_of(task), column = column_of(task);
       Sums sums = {};
-      Base::template multiply<P0 / kStep, kUnroll>(
+      Base::template multiply<P0 / kStep, kAtOnce>(
           sums, Base::template tiles_by_rows<kA, true>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
           Base::template by_n<kT>(t + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
       finish(sums, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);

@@ -24,7 +24,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
   using Base = Operands<Math, typename Pass::Element, kThreads>;
   using typename Base::Element;
   using typename Base::Real;
-  using Base::stride, Base::kPairs, Base::kSize, Base::kStep;
+  using Base::stride, Base::kAtOnce, Base::kPairs, Base::kSize, Base::kStep;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kChunks = Q1 / WIDTH, kStrips = P0 / SPAN;
   static_assert(Q1 % WIDTH == 0 && P0 % SPAN == 0 && SLOTS > 1 && SLOTS <= kChunks);
@@ -59,8 +59,6 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
   using TasksX = Tasks<kHigh, kWide, kRows, P1 / 8>;
   static constexpr int kTasks = TasksA::kCount + TasksX::kCount;
   using Sums = typename TasksA::Sums[ceil_div(kTasks, WARPS)];
-
-  static constexpr int kUnroll = Math::kRepairs || kSize == 8 ? 2 : 16;  // steps whose operands are asked for at once
 
   const Params& params;
   const Lane lane;
@@ -117,13 +115,13 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
       const int row = TasksT::row(task % TasksT::kCount), column = TasksT::column(task % TasksT::kCount);
       typename TasksT::Sums sums = {};
       if (task < TasksT::kCount) {
-        Base::template multiply<P1 / kStep, kUnroll>(
+        Base::template multiply<P1 / kStep, kAtOnce>(
             sums, Base::template tiles_by_rows<kX, true>(x + row * kX * kSize + Math::template lane_row_a<kX>(lane)),
             Base::template by_k<kX, true>(chunk + column * kX * kSize + Math::template lane_row_b<kX>(lane)));
         Base::template put_rounded<kT>(sums, t + ((row + lane.g) * kT + column + lane.t * 2) * kSize, 1);
       } else {
         const u32 g = chunk + kBytesB + column * kSize;
-        Base::template multiply<Q0 / kStep, kUnroll>(
+        Base::template multiply<Q0 / kStep, kAtOnce>(
             sums, Base::template tiles_by_m<kA, true>(a + row * kSize + Math::template lane_a_by_m<kA, kPairs>(lane)),
             Base::template by_n<kT, true>(g + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
         Base::template put_rounded<kT>(sums, d_t + ((row + lane.g) * kT + column + place(lane.t * 2)) * kSize, place(1));
@@ -136,12 +134,12 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     each([&](int turn, int task) {
       const int row = TasksA::row(task), column = TasksA::column(task);
       const u32 g = chunk + kBytesB + row * kT * kSize;
-      Base::template multiply<WIDTH / kStep, kUnroll>(
+      Base::template multiply<WIDTH / kStep, kAtOnce>(
           sums[turn], Base::template tiles_by_rows<kT, true>(g + Math::template lane_row_a<kT>(lane)),
           Base::template by_k<kT>(t + column * kT * kSize + Math::template lane_row_b<kT>(lane)));
     }, [&](int turn, int task) {
       const u32 left = d_t + TasksX::row(task) * kT * kSize, right = chunk + TasksX::column(task) * kSize;
-      Base::template multiply<WIDTH / kStep, kUnroll>(
+      Base::template multiply<WIDTH / kStep, kAtOnce>(
           sums[turn], Base::template tiles_by_rows<kT, false>(left + Math::template lane_row_a<kT>(lane)),
           Base::template by_n<kX, true>(right + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
     });
@@ -161,7 +159,7 @@ template <class Pass> struct PairFewBackward : Operands<typename Pass::Math, typ
     ROLL for (int task = warp; task < TasksB::kCount; task += WARPS) {
       const int row = TasksB::row(task), column = TasksB::column(task);
       typename TasksB::Sums sums = {};
-      Base::template multiply<SPAN / kStep, kUnroll>(
+      Base::template multiply<SPAN / kStep, kAtOnce>(
           sums, Base::template tiles_by_m<kT, false>(d_t + row * kSize + Math::template lane_a_by_m<kT, kPairs>(lane)),
           Base::template by_n<kX, true>(x + column * kSize + Math::template lane_b_by_n<kX, kPairs>(lane), lane.index));
       UNROLL for (int m = 0; m < TasksB::MT; ++m)
