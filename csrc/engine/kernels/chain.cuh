@@ -18,38 +18,8 @@
 //        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
 //        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory
 #pragma once
-#include "move/tiles.cuh"
-#include "multiply/mma.cuh"
+#include "kernels/held_weights.cuh"
 #include "finish/pointwise.cuh"
-
-// P, Q, I: the contraction's sizes; ROWS: the tile's units times what lies before the mode. MT x NT tiles of 16 x 8 are a
-// warp's share. In and Out: layouts of its state and of the next. Offsets in bytes: in, out in the group's memory (-1: the
-// slot), weight in the block's. SPLITS says that what a warp tile has of several rows of a state lies in Out at constants behind
-// the first, PAIRS that two neighbouring sums are stored at once. SCALE is where a number for each term lies that the sums are multiplied
-// by, or -1. FROM_SUMS: the state is not in shared memory but what a warp has just summed. Without tiles, threads contract a small mode.
-// End: what stands behind the contraction, if it is a layer of several: Q (its features; S::Q may be more, with zeros), BIAS (whether
-// it has one), Activation; in bytes bias_at, behind the weights' first one, and bias_step. Layers that are alike are terms of one.
-template <bool BY_ROWS_, int P_, int Q_, int I_, int ROWS_, int MT_, int NT_, class In_, class Out_, int IN_, int OUT_,
-          int WEIGHT_, bool IN_PLACE_, bool SPLITS_, bool PAIRS_, int SCALE_, int W_STRIDE_, bool FROM_SUMS_, class End_ = void>
-struct Stage {
-  static constexpr bool BY_ROWS = BY_ROWS_, FROM_SUMS = FROM_SUMS_, IN_PLACE = IN_PLACE_, SPLITS = SPLITS_, PAIRS = PAIRS_;
-  static constexpr int P = P_, Q = Q_, I = I_, ROWS = ROWS_, MT = MT_, NT = NT_, IN = IN_, OUT = OUT_, WEIGHT = WEIGHT_;
-  static constexpr int SCALE = SCALE_;
-  using In = In_;
-  using Out = Out_;
-  using End = End_;
-  static constexpr int IP = BY_ROWS ? 1 : round_up(I, 8), PP = round_up(P, 8);
-  static constexpr bool BY_THREADS = MT == 0;  // not by the matrix unit: a thread has all p's of a column
-  static constexpr int M = BY_ROWS ? ROWS : Q, WIDE = NT * 8;
-  // By columns, a warp tile has DOWN rows of the state, or ACROSS of them are side by side in one.
-  static constexpr int DOWN = !BY_THREADS && WIDE % IP == 0 ? WIDE / IP : 1;
-  static constexpr int ACROSS = BY_THREADS ? 1 : ceil_div(BY_ROWS ? Q : IP, WIDE);
-  static constexpr int M_TILES = BY_THREADS ? 1 : ceil_div(M, MT * 16), N_TILES = BY_ROWS ? ACROSS : ceil_div(ROWS, DOWN) * ACROSS;
-  static constexpr int TILES = M_TILES * N_TILES;
-  static constexpr int TO = BY_ROWS ? Out::at(1) : Out::I % (Q * I) == 0 ? I : Out::at(I);  // in Out, from a q to the next
-  static constexpr int W_STRIDE = W_STRIDE_;  // between a weight's rows
-  static constexpr int W_ROWS = BY_THREADS ? Q : BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
-};
 
 // Two contractions at one visit, of the last two modes: Y = A X B', A by columns, then B by rows. A warp makes its rows of
 // A X, some columns at a time, and they are operand A of the second product as they stand: nothing is exchanged.
@@ -59,20 +29,18 @@ template <class First_, class Second_> struct Sandwich {
   static constexpr int TILES = Second::TILES;
 };
 
-template <class Pass> struct Chain : Tiles<Pass> {
-  using Base = Tiles<Pass>;
-  using Math = typename Pass::Math;
-  using typename Base::Element;
-  using Base::group, Base::thread, Base::units, Base::kBlock, Base::kSize, Base::kThreads;
+template <class Pass> struct Chain : HeldWeights<Pass> {
+  using Base = HeldWeights<Pass>;
+  using typename Base::Element, typename Base::Math;
+  using Base::group, Base::thread, Base::units, Base::weights, Base::kBlock, Base::kSize, Base::kThreads;
   const Params& params;
   const Lane lane;
   const int warp;
-  const u32 weights, memory;  // shared addresses: of the block's weights, of this group's memory
+  const u32 memory;  // the shared address of this group's memory
   const typename Pass::Activation activation;
 
   DEVICE Chain(const Params& p)
       : Base(p), params(p), warp(threadIdx.x / 32 % Pass::WARPS),
-        weights(shared_address(shared_memory) + Pass::kBarrierBytes),
         memory(weights + Pass::kWeightBytes + group * Pass::kGroupBytes), activation(p) {}
 
   DEVICE void sync() const { sync_group<Pass::WARPS, Pass::GROUPS>(group); }
@@ -135,81 +103,12 @@ template <class Pass> struct Chain : Tiles<Pass> {
     UNROLL for (int i = 0; i < COUNT; ++i) store_shared(to + i * kSize, Element{});
   }
 
-  // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
-  template <class S, int Q = S::Q, int P = S::P> DEVICE void load_weight(int term, const Element* weight) const {
-    constexpr bool kPermuted = Math::place_of(1, S::FROM_SUMS) != 1;
-    constexpr int kRowBytes = P * kSize, kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
-    constexpr int kEach = kPermuted ? 1 : kPiece / kSize;
-    constexpr int kRow = S::PP / kEach, kCount = S::W_ROWS * kRow;
-    const u32 to = weight_address<S>(term);
-    const auto place = [&](int q, int p) { return to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize; };
-    if constexpr (kEach * kSize >= 4) {
-      UNROLL_BY(4) for (int j = threadIdx.x; j < kCount; j += kBlock) {
-        const int q = j / kRow, p = j % kRow * kEach;
-        const bool present = q < Q && p < P;
-        copy_async<kEach * kSize>(place(q, p), weight + (present ? q * P + p : 0), present);
-      }
-    } else {
-      Base::template by_registers<kCount, kBlock>(
-          threadIdx.x,
-          [&](int j) {
-            const int q = j / kRow, p = j % kRow;
-            return q < Q && p < P ? weight[q * P + p] : Element{};
-          },
-          [&](int j) { return place(j / kRow, j % kRow); });
-    }
-  }
-
-  // A weight made as it is loaded: `at` gives its elements. Neighbouring threads take neighbours in memory: those of a row, or
-  // those of a column, where the weight lies there the other way round.
-  template <class S, bool TURNED, class At> DEVICE void make_weight(int term, At at) const {
-    constexpr int kLength = TURNED ? S::W_ROWS : S::PP;
-    const u32 to = weight_address<S>(term);
-    const auto q_of = [](int j) { return TURNED ? j % kLength : j / kLength; };
-    const auto p_of = [](int j) { return TURNED ? j / kLength : j % kLength; };
-    Base::template by_registers<S::W_ROWS * S::PP, kBlock>(
-        threadIdx.x,
-        [&](int j) {
-          const int q = q_of(j), p = p_of(j);
-          return q < S::Q && p < S::P ? at(q, p) : Element{};
-        },
-        [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
-  }
-  // A layer's bias, with zeros where its stage pads q
-  template <class S> DEVICE void load_bias(int term, const Element* bias) const {
-    using End = typename S::End;
-    constexpr int kCount = S::ACROSS * S::WIDE;
-    const u32 to = bias_address<S>(term);
-    if constexpr (kSize >= 4) {
-      for (int j = threadIdx.x; j < kCount; j += kBlock)
-        copy_async<kSize>(to + j * kSize, bias + (j < End::Q ? j : 0), j < End::Q);
-    } else {
-      Base::template by_registers<kCount, kBlock>(
-          threadIdx.x, [&](int j) { return j < End::Q ? bias[j] : Element{}; }, [&](int j) { return to + j * kSize; });
-    }
-  }
-
-  // A weight that is a product is multiplied by a scale, and sums of it by what takes that back: of each term by itself, as a
-  // term's weights may be small in one mode and large in another.
-  template <class S> DEVICE void keep_scale(int term, float scale) const {
-    if (threadIdx.x == 0) store_shared(shared_address(shared_memory) + S::SCALE + term * 4, 1 / scale);
-  }
-  template <class S> DEVICE float kept_scale(int term) const {
-    return __uint_as_float(load_u32(shared_address(shared_memory) + S::SCALE + term * 4));
-  }
-
-  template <class S> DEVICE u32 weight_address(int term) const {
-    return weights + S::WEIGHT + term * S::W_ROWS * S::W_STRIDE * kSize;
-  }
-
-  template <class S> DEVICE u32 bias_address(int term) const { return weights + S::End::bias_at + term * S::End::bias_step; }
-
   template <class S> DEVICE u32 in_address(u32 slot) const { return S::IN < 0 ? slot : memory + S::IN; }
   template <class S> DEVICE u32 out_address(u32 slot) const { return S::OUT < 0 ? slot : memory + S::OUT; }
 
   template <class S> using Sums = Sum<Element>[S::MT][S::NT][4];
   template <class S> DEVICE void scale_back(Sums<S>& y, int term) const {
-    const float scale = kept_scale<S>(term);
+    const float scale = Base::template kept_scale<S>(term);
     UNROLL for (auto& row : y)
       UNROLL for (auto& four : row)
         UNROLL for (auto& sum : four) sum *= scale;
@@ -324,10 +223,10 @@ template <class Pass> struct Chain : Tiles<Pass> {
     Real w[TERMS][S::Q][S::P];
     UNROLL for (int t = 0; t < TERMS; ++t) {
       Real scale = 1;
-      if constexpr (S::SCALE >= 0) scale = kept_scale<S>(term + t);
+      if constexpr (S::SCALE >= 0) scale = Base::template kept_scale<S>(term + t);
       UNROLL for (int q = 0; q < S::Q; ++q)
         UNROLL for (int p = 0; p < S::P; ++p)
-          w[t][q][p] = scale * number(weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
+          w[t][q][p] = scale * number(Base::template weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
     }
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     UNROLL_BY(2) for (int j = thread; j < kCount; j += kThreads) {
@@ -414,7 +313,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     row += lane.g, i += lane.t * 2;
     constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;  // what is summed of several terms is scaled back by then
     [[maybe_unused]] float scale = 1;
-    if constexpr (kScaled) scale = kept_scale<S>(term);
+    if constexpr (kScaled) scale = Base::template kept_scale<S>(term);
     // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
     // that comes out, and they are the r-th and c-th of it.
     const auto put = [&](int m, int n, int h, u32 place, int further, const Finish<LAST>& finish, int r, int c, bool second_there) {
@@ -518,7 +417,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const int mine = row + lane.g, column = i + lane.t * 2;
     const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first);
     [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = kept_scale<S>(term);
+    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = Base::template kept_scale<S>(term);
     Element* const begin = result(term) + R::from(first);
     if constexpr (S::BY_ROWS) {
       Element* const to = begin + i64(mine) * S::Q + column + exchanged();
@@ -566,7 +465,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
 
   // Adds one term's products. What has to be repaired, or scaled back, is a term by itself.
   template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 slot) const {
-    const u32 weight = weight_address<S>(term), state = in_address<S>(slot);
+    const u32 weight = Base::template weight_address<S>(term), state = in_address<S>(slot);
     if constexpr (Pass::RANK > 1 && (Math::kRepairs || S::SCALE >= 0)) {
       Sums<S> part = {};
       multiply<S>(part, tile, state, weight);
@@ -586,7 +485,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const int column = corner<S>(tile).i + lane.t * 2;
     UNROLL for (int n = 0; n < S::NT; ++n) {
       Sum<Element> bias[2] = {};
-      if constexpr (End::BIAS) two_numbers(bias_address<S>(term) + (column + n * 8) * kSize, bias);
+      if constexpr (End::BIAS) two_numbers(Base::template bias_address<S>(term) + (column + n * 8) * kSize, bias);
       UNROLL for (int m = 0; m < S::MT; ++m)
         UNROLL for (int i = 0; i < 4; ++i) {
           const Sum<Element> made = activation.of(y[m][n][i] + bias[i % 2]);
@@ -644,10 +543,10 @@ template <class Pass> struct Chain : Tiles<Pass> {
     const u32 state = in_address<A>(slot), to = out_address<B>(slot);
     ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
       constexpr int kTiles = A::Q / (A::MT * 16);  // of one row
-      const u32 a = weight_address<A>(term) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
+      const u32 a = Base::template weight_address<A>(term) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
                     Math::template lane_row_a<A::W_STRIDE>(lane);
       const u32 x = state + tile / kTiles * A::In::ROW * kSize + Math::template lane_b_by_n<A::In::STEP>(lane);
-      const u32 b = weight_address<B>(term) + Math::template lane_row_b<B::W_STRIDE>(lane);
+      const u32 b = Base::template weight_address<B>(term) + Math::template lane_row_b<B::W_STRIDE>(lane);
       Sums<B> y = {};
       ROLL for (int column = 0; column < A::I; column += A::NT * 8) {
         Sums<A> t = {};
@@ -695,23 +594,6 @@ template <class Pass> struct Chain : Tiles<Pass> {
     commit_stores();
   }
 
-  // Weights in shared memory, behind what has been asked for, for all threads. `kernel` is this, or what has it as its base.
-  template <class Kernel> DEVICE void hold_weights(const Kernel& kernel) const {
-    Pass::load_weights(kernel);
-    commit_copies();
-    wait_for_copies<0>();
-    __syncthreads();
-    if constexpr (Math::kRounds) {
-      round_weights();
-      __syncthreads();
-    }
-  }
-  DEVICE void round_weights() const {
-    if constexpr (Math::kRounds)
-      for (int at = threadIdx.x * 4; at < Pass::kWeightBytes; at += kBlock * 4)
-        store_shared(weights + at, tf32_of(load_u32(weights + at)));
-  }
-
   DEVICE void run() const {
     using First = typename Pass::FirstStage;
     // With one slot, where the result lies, the next tile comes when that has left, and with two, one tile later.
@@ -724,7 +606,7 @@ template <class Pass> struct Chain : Tiles<Pass> {
       load(first + slot * step(), slot);
       if constexpr (Pass::X_ALONE) pad(slot);
     }
-    hold_weights(*this);
+    Base::hold_weights(*this);
     int slot = 0, last = 0;
     u32 phase = 0;
     for (i64 tile = first; tile < tiles(); tile += step()) {
