@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
@@ -233,7 +233,50 @@ class MonarchChunks(OfMonarch):
         return MonarchChunkWeights(self), self
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Microseconds: of a chunk, what multiprocessors multiply, read, issue and get from L2, side by side; blocks
+        that share one wait for each other's."""
+        gpu, size, dtype = self.gpu, self.size, self.dtype
+        a, p, b, q, _ = self.sizes
+        of_a, of_b, of_product = INSTRUCTIONS[dtype]
+        states, items = self.states, self.items
+        of_states, of_items = -(-states // WARPS) * WARPS, -(-items // WARPS) * WARPS
+        first, second = self.padded, self.depth
+        multiply = 2 * 128 * self.mt * (of_states * self.n1 * first + of_items * self.nt * second) / gpu.flops[dtype]
+        rows, width = 16 * self.mt, self.step
+        stored = states * self.mt * self.n1 * 4  # stores of a warp
+        read = (states * (rows + 8 * self.n1) * first + items * (rows + 8 * self.nt) * second) * size
+        move = (read + self.slot_bytes + stored * 32 * max(4, size)) / gpu.shared_bytes
+        issue = of_states * (
+            first / width * (self.mt * of_a + self.n1 * of_b + self.mt * self.n1 * of_product) + OF_ITEM
+        )
+        issue += of_items * (
+            second / width * (self.mt * of_a + self.nt * of_b + self.mt * self.nt * of_product) + OF_ITEM
+        )
+        issue += stored * OF_SUM + sum(self.weight_bytes) / 512 * OF_WEIGHT
+        fetched, turns = fetching(self.samples * self.k, p, self.steps["X_STEP"], size)
+        issue += fetched
+        chunk = together(multiply, move, issue / gpu.instructions, self.slot_bytes / gpu.l2_bytes)
+        waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
+        # Results
+        run, between = self.runs
+        made = self.samples * min(self.groups, b) * min(self.columns, q)
+        whole = run == between
+        sides = 0.0 if whole else 2 * (1 - math.gcd(SECTOR, run * size, between * size) / SECTOR)
+        ends = (items * self.mt * self.nt * 4 * OF_SUM + made * size / self.store / 32 * OF_PIECE) / gpu.instructions
+        ends += 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
+        busy = self.chunks * chunk + ends
+        alone = (
+            self.chunks * max(chunk + waits, gpu.rates.wait_us if self.slots > 1 else 0.0)
+            + ends
+            + 2 * gpu.rates.wait_us
+        )
+        blocks = -(-batch // self.samples) * self.parts
+        full, rest = divmod(blocks, gpu.sms * self.blocks)
+        last = -(-rest // gpu.sms)
+        us = full * max(self.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
+        moved = batch * (a * p + b * q) * size / (gpu.memory_bytes * gpu.sms)
+        prepared = START_US + self.prepared_bytes / (gpu.l2_bytes * gpu.sms) * 8
+        return 2 * gpu.rates.behind_us + prepared + together(us, moved)
 
     title = "monarch by chunks"
 
@@ -313,17 +356,17 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
     return _tile(replace(chain, backward=False), dtype, True, batch, gpu)
 
 
-def fastest_of_class(tilings: Iterable[Tiled], time: Callable[[Tiled, int], float], batch: int) -> Tiled | None:
+def fastest_of_class(tilings: Iterable[Tiled], batch: int) -> Tiled | None:
     """For as many samples as a class of batches is planned for and for FEWER_SAMPLES, together: with these, few blocks
     may leave most of a last round idle."""
     batches = batch, -(-batch // FEWER_SAMPLES)
-    return min(tilings, key=lambda plan: math.prod(time(plan, each) for each in batches), default=None)
+    return min(tilings, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
 
 
 @functools.lru_cache(256)
 def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
-    found = fastest_of_class(_tilings(chain, dtype, back, batch, gpu), time, batch)
-    return replace(found, us=time(found, batch)) if found else None
+    found = fastest_of_class(_tilings(chain, dtype, back, batch, gpu), batch)
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iterator[MonarchChunks]:
@@ -379,44 +422,3 @@ def _depths(a: int, rank: int, step: int) -> list[int]:
         min((k for k in ways if k * rank <= bound), key=lambda k: (waste[k], -k), default=ways[0]) for bound in bounds
     ]
     return sorted(set(found))
-
-
-def time(plan: MonarchChunks, batch: int) -> float:
-    """Microseconds: of a chunk, what multiprocessors multiply, read, issue and get from L2, side by side; blocks that
-    share one wait for each other's."""
-    gpu, size, dtype = plan.gpu, plan.size, plan.dtype
-    a, p, b, q, _ = plan.sizes
-    of_a, of_b, of_product = INSTRUCTIONS[dtype]
-    states, items = plan.states, plan.items
-    of_states, of_items = -(-states // WARPS) * WARPS, -(-items // WARPS) * WARPS
-    first, second = plan.padded, plan.depth
-    multiply = 2 * 128 * plan.mt * (of_states * plan.n1 * first + of_items * plan.nt * second) / gpu.flops[dtype]
-    rows, width = 16 * plan.mt, plan.step
-    stored = states * plan.mt * plan.n1 * 4  # stores of a warp
-    read = (states * (rows + 8 * plan.n1) * first + items * (rows + 8 * plan.nt) * second) * size
-    move = (read + plan.slot_bytes + stored * 32 * max(4, size)) / gpu.shared_bytes
-    issue = of_states * (first / width * (plan.mt * of_a + plan.n1 * of_b + plan.mt * plan.n1 * of_product) + OF_ITEM)
-    issue += of_items * (second / width * (plan.mt * of_a + plan.nt * of_b + plan.mt * plan.nt * of_product) + OF_ITEM)
-    issue += stored * OF_SUM + sum(plan.weight_bytes) / 512 * OF_WEIGHT
-    fetched, turns = fetching(plan.samples * plan.k, p, plan.steps["X_STEP"], size)
-    issue += fetched
-    chunk = together(multiply, move, issue / gpu.instructions, plan.slot_bytes / gpu.l2_bytes)
-    waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, plan.slots == 1)
-    # Results
-    run, between = plan.runs
-    made = plan.samples * min(plan.groups, b) * min(plan.columns, q)
-    whole = run == between
-    sides = 0.0 if whole else 2 * (1 - math.gcd(SECTOR, run * size, between * size) / SECTOR)
-    ends = (items * plan.mt * plan.nt * 4 * OF_SUM + made * size / plan.store / 32 * OF_PIECE) / gpu.instructions
-    ends += 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
-    busy = plan.chunks * chunk + ends
-    alone = (
-        plan.chunks * max(chunk + waits, gpu.rates.wait_us if plan.slots > 1 else 0.0) + ends + 2 * gpu.rates.wait_us
-    )
-    blocks = -(-batch // plan.samples) * plan.parts
-    full, rest = divmod(blocks, gpu.sms * plan.blocks)
-    last = -(-rest // gpu.sms)
-    us = full * max(plan.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
-    moved = batch * (a * p + b * q) * size / (gpu.memory_bytes * gpu.sms)
-    prepared = START_US + plan.prepared_bytes / (gpu.l2_bytes * gpu.sms) * 8
-    return 2 * gpu.rates.behind_us + prepared + together(us, moved)

@@ -192,7 +192,47 @@ class MonarchPairs(OfMonarch, BlockSums):
         return 2 if self.samples % 32 == 0 else 1
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Microseconds: of a tile, what multiprocessors multiply, read, issue and get from L2, side by side; weights
+        before, and sums behind all tiles."""
+        gpu, size, dtype, samples = self.gpu, self.size, self.dtype, self.samples
+        of_a, of_b, of_product = INSTRUCTIONS[dtype]
+        width = 16 if size == 2 else 8
+        multiply = move = issue = weights = 0.0
+        turns = 0  # waits for what goes through registers
+        for side, step in ((self.x, 1), (self.y, self.y.groups)):
+            states = side.some * samples // (16 * self.down) * side.across
+            rounds, all_items = (-(-n // WARPS) * WARPS for n in (states, side.items))
+            steps, sums = side.padded / width, samples / width
+            multiply += 256 * (rounds * self.down * side.n1 * side.padded + all_items * side.mt * side.nt * samples)
+            read = states * (16 * self.down + 8 * side.n1) * side.padded
+            read += side.items * (16 * side.mt + 8 * side.nt) * samples
+            stored = states * self.down * side.n1 * 4
+            move += read * size + stored * 32 * max(4, size) + side.row_bytes
+            issue += rounds * (steps * (self.down * of_a + side.n1 * (of_b + self.down * of_product)) + OF_ITEM)
+            issue += all_items * (sums * (side.mt * 2 * of_a + side.nt * (of_b + side.mt * of_product)) + OF_ITEM)
+            issue += stored * OF_SUM
+            fetched, trips = fetching(samples * side.some, side.numbers, step, size)
+            turns += trips
+            issue += fetched
+            weights += side.some * side.columns * side.numbers
+        loaded = sum(side.row_bytes for side in self.sides)
+        units = multiply / gpu.flops[dtype], move / gpu.shared_bytes, issue / gpu.instructions, loaded / gpu.l2_bytes
+        chunk = together(*units)
+        waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
+        tiles = -(-batch // samples)
+        across = min(tiles, self.most)
+        blocks, each = across * self.split, -(-tiles // across)
+        begin = gpu.rates.wait_us * (1 + weights / (self.threads * WEIGHTS_AT_ONCE) * (1 if size == 2 else 0.1))
+        begin += 2 * weights * LOADED_INSTRUCTIONS / 32 / gpu.instructions
+        end = weights * SUM_BYTES[dtype] / gpu.l2_bytes * 2
+        busy = each * chunk + begin + end
+        alone = each * max(chunk + waits, gpu.rates.wait_us) + begin + end
+        full, rest = divmod(blocks, gpu.sms * self.blocks)
+        last = -(-rest // gpu.sms)
+        us = full * max(self.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
+        moved = batch * (self.chain.in_features + self.chain.out_features) * size / (gpu.memory_bytes * gpu.sms)
+        summed = 2 * across * self.weights * SUM_BYTES[dtype] / (gpu.l2_bytes * gpu.sms)
+        return gpu.rates.behind_us + gpu.rates.ramp_us + together(us, moved) + summed
 
     @property
     def details(self) -> str:
@@ -232,8 +272,8 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 @functools.lru_cache(256)
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchPairs | None:
     """The fastest tiling by prediction; None where none fits."""
-    found = fastest_of_class(_tilings(chain, dtype, batch, gpu), time, batch)
-    return replace(found, us=time(found, batch)) if found else None
+    found = fastest_of_class(_tilings(chain, dtype, batch, gpu), batch)
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def _tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchPairs]:
@@ -269,47 +309,3 @@ def _sides(groups: int, numbers: int, some: int, columns: int, samples: int, dty
     fitting = [side for side in made if side.sums <= MOST_SUMS] or [fewest]
     least = min(fitting, key=lambda side: (-(-side.items // WARPS) * (2 * side.mt + side.nt), side.sums))
     return tuple(dict.fromkeys((fewest, least)))
-
-
-def time(plan: MonarchPairs, batch: int) -> float:
-    """Microseconds: of a tile, what multiprocessors multiply, read, issue and get from L2, side by side; weights
-    before, and sums behind all tiles."""
-    gpu, size, dtype, samples = plan.gpu, plan.size, plan.dtype, plan.samples
-    of_a, of_b, of_product = INSTRUCTIONS[dtype]
-    width = 16 if size == 2 else 8
-    multiply = move = issue = weights = 0.0
-    turns = 0  # waits for what goes through registers
-    for side, step in ((plan.x, 1), (plan.y, plan.y.groups)):
-        states = side.some * samples // (16 * plan.down) * side.across
-        rounds, all_items = (-(-n // WARPS) * WARPS for n in (states, side.items))
-        steps, sums = side.padded / width, samples / width
-        multiply += 256 * (rounds * plan.down * side.n1 * side.padded + all_items * side.mt * side.nt * samples)
-        read = states * (16 * plan.down + 8 * side.n1) * side.padded
-        read += side.items * (16 * side.mt + 8 * side.nt) * samples
-        stored = states * plan.down * side.n1 * 4
-        move += read * size + stored * 32 * max(4, size) + side.row_bytes
-        issue += rounds * (steps * (plan.down * of_a + side.n1 * (of_b + plan.down * of_product)) + OF_ITEM)
-        issue += all_items * (sums * (side.mt * 2 * of_a + side.nt * (of_b + side.mt * of_product)) + OF_ITEM)
-        issue += stored * OF_SUM
-        fetched, trips = fetching(samples * side.some, side.numbers, step, size)
-        turns += trips
-        issue += fetched
-        weights += side.some * side.columns * side.numbers
-    loaded = sum(side.row_bytes for side in plan.sides)
-    units = multiply / gpu.flops[dtype], move / gpu.shared_bytes, issue / gpu.instructions, loaded / gpu.l2_bytes
-    chunk = together(*units)
-    waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, plan.slots == 1)
-    tiles = -(-batch // samples)
-    across = min(tiles, plan.most)
-    blocks, each = across * plan.split, -(-tiles // across)
-    begin = gpu.rates.wait_us * (1 + weights / (plan.threads * WEIGHTS_AT_ONCE) * (1 if size == 2 else 0.1))
-    begin += 2 * weights * LOADED_INSTRUCTIONS / 32 / gpu.instructions
-    end = weights * SUM_BYTES[dtype] / gpu.l2_bytes * 2
-    busy = each * chunk + begin + end
-    alone = each * max(chunk + waits, gpu.rates.wait_us) + begin + end
-    full, rest = divmod(blocks, gpu.sms * plan.blocks)
-    last = -(-rest // gpu.sms)
-    us = full * max(plan.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
-    moved = batch * (plan.chain.in_features + plan.chain.out_features) * size / (gpu.memory_bytes * gpu.sms)
-    summed = 2 * across * plan.weights * SUM_BYTES[dtype] / (gpu.l2_bytes * gpu.sms)
-    return gpu.rates.behind_us + gpu.rates.ramp_us + together(us, moved) + summed

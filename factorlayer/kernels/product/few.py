@@ -127,7 +127,32 @@ class Few(Pass):
         return self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind
+        it; more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16
+        samples, and every part of a weight, wait for L2 once more, in each block that a multiprocessor takes."""
+        p, gpu = self.product, self.gpu
+        weight = p.weights * p.size
+        blocks, tiles = -(-batch // self.samples), -(-batch // 16)
+        # The weights of one behind another are on their way when that one ends, in a graph or not.
+        us = gpu.rates.behind_us
+        us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, self.split)))
+        # A load of a warp has pieces of eight rows, each a line of the first-level cache
+        each = 1 / min(gpu.l2_bytes, 4 * self.load * CYCLES) / gpu.sms
+        again = tiles if self.rounds > 1 else blocks  # the weight, from L2
+        moved = (tiles / self.height + again - 1) * weight * each
+        states = batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size / (gpu.memory_bytes * gpu.sms)
+        stored = batch * self.stored_us / gpu.sms if batch > MOST_SAMPLES else 0  # of few, nobody waits for L2
+        products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
+        waves = -(-self.split * blocks // (gpu.sms * self.blocks))
+        turns = -(-min(batch, self.samples) // 16) * self.rounds
+        waits = (waves * turns - self.rounds) * gpu.rates.wait_us
+        held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * self.held
+        busy = max(moved, products, states, stored)
+        # Of many samples a multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on
+        # one H100 took both.
+        us += busy + waits if batch > MOST_SAMPLES else max(busy, waits)
+        us += (self.rounds - 1) * gpu.rates.wait_us + 0.25 * (waves - 1)
+        return us + held + 0.06 * self.wg * self.ways + 1 / self.run
 
     @property
     def details(self) -> str:
@@ -159,8 +184,8 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
         return None
     samples = SAMPLES if batches[-1] > MOST_SAMPLES else SAMPLES[-1:]
     tilings = _tilings(product, gpu, samples, first, last)
-    found = min(tilings, key=lambda plan: math.prod(time(plan, batch) for batch in batches), default=None)
-    return replace(found, us=time(found, batches[-1])) if found else None
+    found = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches), default=None)
+    return replace(found, us=found.us_of(batches[-1])) if found else None
 
 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
@@ -180,35 +205,6 @@ def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, 
                 if plan.split <= MOST_BLOCKS:
                     yield from (replace(plan, samples=each) for each in samples)
                 break
-
-
-def time(plan: Few, batch: int) -> float:
-    """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind it;
-    more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16 samples, and
-    every part of a weight, wait for L2 once more, in each block that a multiprocessor takes."""
-    p, gpu = plan.product, plan.gpu
-    weight = p.weights * p.size
-    blocks, tiles = -(-batch // plan.samples), -(-batch // 16)
-    # The weights of one behind another are on their way when that one ends, in a graph or not.
-    us = gpu.rates.behind_us
-    us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, plan.split)))
-    # A load of a warp has pieces of eight rows, each a line of the first-level cache
-    each = 1 / min(gpu.l2_bytes, 4 * plan.load * CYCLES) / gpu.sms
-    again = tiles if plan.rounds > 1 else blocks  # the weight, from L2
-    moved = (tiles / plan.height + again - 1) * weight * each
-    states = batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size / (gpu.memory_bytes * gpu.sms)
-    stored = batch * plan.stored_us / gpu.sms if batch > MOST_SAMPLES else 0  # of few, nobody waits for L2
-    products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
-    waves = -(-plan.split * blocks // (gpu.sms * plan.blocks))
-    turns = -(-min(batch, plan.samples) // 16) * plan.rounds
-    waits = (waves * turns - plan.rounds) * gpu.rates.wait_us
-    held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * plan.held
-    busy = max(moved, products, states, stored)
-    # Of many samples a multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on one
-    # H100 took both.
-    us += busy + waits if batch > MOST_SAMPLES else max(busy, waits)
-    us += (plan.rounds - 1) * gpu.rates.wait_us + 0.25 * (waves - 1)
-    return us + held + 0.06 * plan.wg * plan.ways + 1 / plan.run
 
 
 # All gradients of two contractions

@@ -349,7 +349,35 @@ class Streamed(Pass):
         return self.product.terms_out * self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+        product, gpu, size = self.product, self.gpu, self.product.size
+        mt, nt = self.mt, self.nt
+        tiles = -(-batch * self.units_per_sample // self.units_per_block) * self.tiles
+        each = -(-tiles // gpu.sms)  # of one multiprocessor
+        together = min(self.blocks, each)
+        chunks = self.total_chunks
+        copied, copies, lines = _copied(self)
+        read = self.warps * (16 * mt + 8 * nt) * self.bk * size
+        issue = self.warps * (self.bk * _instructions(product, mt, nt) + 40) + copies
+        units = (
+            self.wg * self.bm * self.bn * self.bk / gpu.flops[product.dtype],
+            (read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles,
+            0.7 * copied / gpu.l2_bytes * (1.2 if self.bk * size < 128 else 1),
+            1.8 * issue / ISSUE_RATE,
+        )
+        _, _, second, slowest = sorted(units)
+        result, parts = _stored(self)
+        busy = chunks * (slowest + 0.1 * second) * (1 + 0.7 / (self.warps * together))
+        busy += (6.3 * result / gpu.shared_bytes + 0.7 * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
+        busy += parts * PART_US
+        moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
+        moved += product.terms * product.weights
+        bounds = each * busy, 1.85 * moved * size / (gpu.memory_bytes * gpu.sms)
+        us: float = max(bounds) + 0.2 * min(bounds)
+        turns = -(-each // self.blocks)
+        through_registers = min(self.accesses[:2]) < 4
+        waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (self.slots - 1))
+        return 0.7 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
     @property
     def details(self) -> str:
@@ -410,8 +438,8 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too."""
     batches = batches_of(product, batch)
     tilings = (plan for batch in batches for plan in _tilings(product, batch, gpu))
-    plan = min(tilings, key=lambda plan: math.prod(time(plan, batch) for batch in batches))
-    return replace(plan, us=time(plan, batches[-1]))
+    plan = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches))
+    return replace(plan, us=plan.us_of(batches[-1]))
 
 
 def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
@@ -497,38 +525,6 @@ def _deepest(plan: Streamed) -> Streamed:
         if deeper.shared <= plan.gpu.shared and deeper.blocks == plan.blocks:
             return deeper
     return plan
-
-
-def time(plan: Streamed, batch: int) -> float:
-    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
-    product, gpu, size = plan.product, plan.gpu, plan.product.size
-    mt, nt = plan.mt, plan.nt
-    tiles = -(-batch * plan.units_per_sample // plan.units_per_block) * plan.tiles
-    each = -(-tiles // gpu.sms)  # of one multiprocessor
-    together = min(plan.blocks, each)
-    chunks = plan.total_chunks
-    copied, copies, lines = _copied(plan)
-    read = plan.warps * (16 * mt + 8 * nt) * plan.bk * size
-    issue = plan.warps * (plan.bk * _instructions(product, mt, nt) + 40) + copies
-    units = (
-        plan.wg * plan.bm * plan.bn * plan.bk / gpu.flops[product.dtype],
-        (read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles,
-        0.7 * copied / gpu.l2_bytes * (1.2 if plan.bk * size < 128 else 1),
-        1.8 * issue / ISSUE_RATE,
-    )
-    _, _, second, slowest = sorted(units)
-    result, parts = _stored(plan)
-    busy = chunks * (slowest + 0.1 * second) * (1 + 0.7 / (plan.warps * together))
-    busy += (6.3 * result / gpu.shared_bytes + 0.7 * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
-    busy += parts * PART_US
-    moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
-    moved += product.terms * product.weights
-    bounds = each * busy, 1.85 * moved * size / (gpu.memory_bytes * gpu.sms)
-    us: float = max(bounds) + 0.2 * min(bounds)
-    turns = -(-each // plan.blocks)
-    through_registers = min(plan.accesses[:2]) < 4
-    waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (plan.slots - 1))
-    return 0.7 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
 
 
 def _copied(plan: Streamed) -> tuple[float, float, float]:
