@@ -143,7 +143,7 @@ def test_a_record_is_enough_for_a_plan_to_have_a_family(monkeypatch: pytest.Monk
     assert asked.tile is pair_backward.tile
     before = plan_of(CHAIN, "float32", 1, Gpu(80, 97, 150000))
     assert before.passes[0].us > 0.5
-    toy = Family("toy", "two factors, one slot", tile, (pair_backward.PairBackward,), "pair-backward")
+    toy = Family("two factors, one slot", tile, (pair_backward.PairBackward,), "pair-backward", named="toy")
     monkeypatch.setattr(gradients, "OF_FACTORS", (*kronecker.OF_FACTORS, toy))
     found = plan_of(CHAIN, "float32", 1, Gpu(80, 96, 150000))  # one that no other test has planned for
     assert found.passes[0].us == 0.5
@@ -158,7 +158,7 @@ def toy(us: float, times: float = 1.0, **fields: Any) -> Family:
         return replace(found, us=us - found.finishing[0].us)
 
     made = (pair_backward.PairBackward,)
-    return Family(f"toy of {us}", "", tile, made, "pair-backward", margin=Margin(times), **fields)
+    return Family("", tile, made, "pair-backward", margin=Margin(times), named=f"toy of {us}", **fields)
 
 
 ASKED = ((Mode(((0, 24, 24),)), Mode(((1, 24, 24),))), 1, "float32", 16, Gpu(90, 94, 150000))

@@ -104,8 +104,8 @@ class Pass:
         sums_at, adds_up_all = 0, False
 
     def __str__(self) -> str:
-        words = re.sub("(?<!^)(?=[A-Z])", " ", type(self).__name__).lower().replace(" backward", ", backward")
-        return f"{self.title or words}: {self.details}, {self.shared} bytes of shared memory"
+        words = self.title or in_words(type(self)).replace(" backward", ", backward")
+        return f"{words}: {self.details}, {self.shared} bytes of shared memory"
 
     @property
     def size(self) -> int:
@@ -244,6 +244,11 @@ class Pass:
     def is_others(self, missing: int, padding: int) -> bool:
         """Whether bytes that it has not written, and padding that it has, are sums that another pass writes."""
         return False
+
+
+def in_words(kind: type[Pass]) -> str:
+    """Its name, as "pair backward" of PairBackward."""
+    return re.sub("(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
 
 
 class OneSpread(Pass):

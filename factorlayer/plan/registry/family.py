@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, in_words
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
@@ -162,9 +162,9 @@ class Margin:
 @dataclass(frozen=True)
 class Family:
     """`tile` has the pass, or passes in order, that are predicted to be the fastest, or nothing; a family without it is
-    beside others' passes. `told` are names of what it is told beside what all of a kind are asked."""
+    beside others' passes. `told` are names of what it is told beside what all of a kind are asked. Its name is that of
+    the first pass that it makes, unless it is `named` otherwise."""
 
-    name: str
     about: str
     tile: Callable[..., Any] | None
     makes: tuple[type[Pass], ...]
@@ -174,6 +174,11 @@ class Family:
     told: tuple[str, ...] = ()
     alone: bool = False  # where it has a kernel, those of its kind behind it are not asked
     last: bool = False  # taken only where no family of another kind has a kernel
+    named: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.named or in_words(self.makes[0])
 
     @property
     def module(self) -> str:

@@ -35,7 +35,6 @@ from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, Fam
 
 
 RESIDENT = Family(
-    "resident",
     "Any list of tied factors, any GPU",
     tiling.tile,
     (Resident,),
@@ -43,7 +42,6 @@ RESIDENT = Family(
     Takes(sums=True, inputs=True),
 )
 SMALL_FLOAT = Family(
-    "small float",
     "Four or five square factors of 4 or 8 in float",
     small_float.tile,
     (small_float.SmallFloat,),
@@ -51,7 +49,6 @@ SMALL_FLOAT = Family(
     Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
 )
 EIGHTS = Family(
-    "eights",
     "8⁵ in float",
     eights.tile,
     (eights.Eights,),
@@ -59,7 +56,6 @@ EIGHTS = Family(
     Takes(("float32",), ("copy_engine",), factors=(5, 5), sizes=(8, 8)),
 )
 PAIR_FEW = Family(
-    "pair few",
     "Few samples of two factors",
     pair_few.tile,
     (pair_few.PairFew,),
@@ -67,7 +63,6 @@ PAIR_FEW = Family(
     Takes(factors=(2, 2), sizes=(16, ANY), samples=FEW, more="multiples of 16"),
 )
 PAIR_DOUBLE = Family(
-    "pair double",
     "Two factors in double",
     pair_double.tile,
     (pair_double.PairDouble,),
@@ -75,7 +70,6 @@ PAIR_DOUBLE = Family(
     Takes(("float64",), ("moves_registers",), (2, 2), (pair_double.LEAST, pair_double.LARGEST)),
 )
 TRIPLE = Family(
-    "triple",
     "Three large factors (64³)",
     triple.tile,
     (triple.Triple,),
@@ -83,7 +77,6 @@ TRIPLE = Family(
     Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, triple.LARGEST)),
 )
 PAIR = Family(
-    "pair",
     "Two large factors, maybe with a small one before them",
     pair.tile,
     (pair.Pair,),
@@ -95,7 +88,6 @@ OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 # All gradients of contractions, at one visit: tile(contraction, dtype, batch, gpu) of one tied factor
 
 SINGLE_BACKWARD = Family(
-    "single backward",
     "Both gradients of one factor, any GPU",
     single_backward.tile,
     (single_backward.SingleBackward,),
@@ -103,7 +95,6 @@ SINGLE_BACKWARD = Family(
     Takes(factors=(1, 1), sizes=(1, single_backward.LARGEST), tied=True),
 )
 SINGLE_SPLIT_BACKWARD = Family(
-    "single split backward",
     "Both gradients of one factor in 32 bits",
     single_split_backward.tile,
     (single_split_backward.SingleSplitBackward,),
@@ -122,7 +113,6 @@ OF_ONE_FACTOR = (SINGLE_BACKWARD, SINGLE_SPLIT_BACKWARD)
 
 OF_FACTORS = (
     Family(
-        "pair backward",
         "Gradients of two factors, any GPU",
         pair_backward.tile,
         (pair_backward.PairBackward,),
@@ -133,7 +123,6 @@ OF_FACTORS = (
         told=("inputs",),
     ),
     Family(
-        "pair16 large backward",
         "Gradients of two large factors in 16 bits",
         pair16_large_backward.tile,
         (pair16_large_backward.Pair16LargeBackward,),
@@ -149,7 +138,6 @@ OF_FACTORS = (
         told=("inputs",),
     ),
     Family(
-        "pair tf32 backward",
         "Gradients of two large factors in tf32",
         pair_tf32_backward.tile,
         (pair_tf32_backward.PairTf32Backward,),
@@ -163,7 +151,6 @@ OF_FACTORS = (
         ),
     ),
     Family(
-        "pair16 backward",
         "Gradients of two factors of up to 64 in 16 bits",
         pair16_backward.tile,
         (pair16_backward.Pair16Backward,),
@@ -179,7 +166,6 @@ OF_FACTORS = (
         told=("inputs",),
     ),
     Family(
-        "pair mixed backward",
         "Gradients of a small factor and two of up to 64 (8⁵) in 16 bits",
         pair_mixed_backward.tile,
         (pair_mixed_backward.PairMixedBackward,),
@@ -194,7 +180,6 @@ OF_FACTORS = (
         ),
     ),
     Family(
-        "pair split backward",
         "Gradients of two factors of up to 64 in 32 bits",
         pair_split_backward.tile,
         (pair_split_backward.PairSplitBackward,),
@@ -210,7 +195,6 @@ OF_FACTORS = (
         told=("inputs",),
     ),
     Family(
-        "pair few backward",
         "Gradients of few samples of two factors",
         pair_few_backward.tile,
         (pair_few_backward.PairFewBackward,),
@@ -219,7 +203,6 @@ OF_FACTORS = (
         told=("inputs",),
     ),
     Family(
-        "eights backward",
         "Gradients of 8⁵ in float",
         eights_backward.tile,
         (eights_backward.EightsBackward,),
@@ -227,7 +210,6 @@ OF_FACTORS = (
         Takes(("float32",), ("copy_engine",), (5, 5), (8, 8)),
     ),
     Family(
-        "small float backward",
         "Gradients of four or five square factors of 4 or 8 in float",
         small_float_backward.tile,
         (small_float_backward.SmallFloatBackward,),
@@ -235,7 +217,6 @@ OF_FACTORS = (
         Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
     ),
     Family(
-        "small double backward",
         "Gradients of factors of up to 16 in double",
         small_double_backward.tile,
         (small_double_backward.SmallDoubleBackward,),
@@ -243,7 +224,6 @@ OF_FACTORS = (
         Takes(("float64",), ("copy_engine", "doubles"), (3, MOST_MODES), (2, small_double_backward.LARGEST)),
     ),
     Family(
-        "pair double backward",
         "Gradients of two large factors in double",
         pair_double_backward.tile,
         (pair_double_backward.PairDoubleBackward,),
@@ -251,7 +231,6 @@ OF_FACTORS = (
         Takes(("float64",), ("moves_registers",), (2, 2), (pair_double.LEAST, pair_double.LARGEST)),
     ),
     Family(
-        "triple backward",
         "Gradients of three large factors",
         triple.tile_backward,
         (triple.TripleBackward,),
@@ -259,7 +238,6 @@ OF_FACTORS = (
         Takes(triple.DTYPES, ("wgmma",), (3, 3), (pair.LEAST, 64), samples=MANY),
     ),
     Family(
-        "pair cluster backward",
         "Gradients of few samples of two factors, where a cluster takes all (32²)",
         pair_cluster_backward.tile,
         (pair_cluster_backward.PairClusterBackward,),
@@ -271,7 +249,6 @@ OF_FACTORS = (
 
 # By visits of neighbouring factors, which plan/visits.py tiles: of any sizes, in any number of terms
 CHAIN_BACKWARD = Family(
-    "chain backward",
     "All gradients of any list of tied factors, any GPU",
     chain_backward.tile,
     (ChainBackward,),

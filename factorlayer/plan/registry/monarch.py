@@ -17,7 +17,6 @@ from factorlayer.plan.registry.family import FEW, MANY, ON_TABLES, Family, Margi
 
 AT_ONCE = Margin(1.2, source=f"beside two passes: {ON_TABLES}")
 MONARCH_THROUGH = Family(
-    "monarch through",
     "A Monarch layer of few large groups",
     monarch_through.tile,
     (monarch_through.MonarchThrough,),
@@ -26,7 +25,6 @@ MONARCH_THROUGH = Family(
     margin=AT_ONCE,
 )
 MONARCH_CHUNKS = Family(
-    "monarch chunks",
     "A Monarch layer of any sizes, and its gradient of x",
     monarch_chunks.tile,
     (monarch_chunks.MonarchChunks, monarch_chunks.MonarchChunkWeights),
@@ -39,7 +37,6 @@ OF_MONARCH = (MONARCH_THROUGH, MONARCH_CHUNKS)
 # Gradients of untied contractions: tile(chain, dtype, batch, gpu)
 
 UNTIED_BACKWARD = Family(
-    "untied backward",
     "Both gradients of an untied contraction in 16 bits",
     untied_backward.tile,
     (untied_backward.UntiedBackward,),
@@ -47,7 +44,6 @@ UNTIED_BACKWARD = Family(
     Takes(untied_backward.DTYPES, ("wgmma",), (1, 1), tied=False, samples=MANY, more="p and q are multiples of 8"),
 )
 SLAB_BACKWARD = Family(
-    "slab backward",
     "Both gradients of an untied contraction in tf32",
     slab_backward.tile,
     (slab_backward.SlabBackward,),
@@ -55,15 +51,14 @@ SLAB_BACKWARD = Family(
     Takes(("tf32",), ("wgmma",), (1, 1), tied=False, samples=MANY, more="a grad_y that lies by slabs"),
 )
 FEW_BACKWARD = Family(
-    "few backward",
     "All gradients of few samples of a Monarch layer",
     few.all_gradients,
     (few.FewPass,),
     "few-samples",
     Takes(factors=(2, 2), tied=False, samples=FEW),
+    named="few backward",
 )
 MONARCH_PAIRS = Family(
-    "monarch pairs",
     "All gradients of a Monarch layer of any sizes",
     monarch_pairs.all_gradients,
     (monarch_pairs.MonarchPairs,),
@@ -73,12 +68,12 @@ MONARCH_PAIRS = Family(
 )
 # A Monarch layer as a dense one, whose families take the samples
 WHOLE = Family(
-    "whole",
     "A Monarch layer multiplied out, and both its gradients from the dense weight's",
     None,
     (whole.WholeWeight, whole.WholeLargest, whole.WholeGradients),
     "monarch",
     Takes(factors=(2, 2), tied=False, samples=MANY),
+    named="whole",
     margin=Margin(1.1, source="beside one contraction after the other: 8 drawn layers of both kinds on one H100"),
 )
 OF_ONE_UNTIED = (UNTIED_BACKWARD,)

@@ -24,7 +24,6 @@ def _is_of_few(product: streamed.Product, batch: int, gpu: Gpu) -> bool:
 
 
 FEW_PRODUCT = Family(
-    "few",
     "Few samples of a Monarch layer, one contraction",
     few.tile,
     (few.Few,),
@@ -36,7 +35,6 @@ FEW_PRODUCT = Family(
 # The same of more samples, which is compared with what the others make of them
 FEW_OF_SOME = replace(FEW_PRODUCT, takes=Takes(factors=(1, 1), tied=False), alone=False)
 STREAMED = Family(
-    "streamed",
     "One contraction, untied or too large, any GPU",
     streamed.tile,
     (streamed.Streamed,),
@@ -46,16 +44,13 @@ STREAMED = Family(
     last=True,
 )
 WIDE = Family(
-    "wide",
     "One contraction, rows of whole 16 bytes or of floats",
     wide.tile,
     (wide.Wide,),
     "wide",
     Takes(wide.DTYPES, ("wgmma",), (1, 1), sums=True),
 )
-MAPPED = Family(
-    "mapped", "One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1))
-)
+MAPPED = Family("One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1)))
 OF_PRODUCT_OF_SOME = (FEW_OF_SOME,)
 OF_PRODUCT = (FEW_PRODUCT, STREAMED, WIDE, MAPPED)
 OF_SCALED_PRODUCT = (WIDE,)  # whose weight is prepared, and scaled
@@ -70,7 +65,6 @@ def _is_of_many_floats(contraction: Contraction, dtype: str, batch: int, gpu: Gp
 
 
 GRADIENT = Family(
-    "gradient",
     "The gradient of any one weight, any GPU",
     gradient.tile,
     (Gradient,),
@@ -81,7 +75,6 @@ GRADIENT = Family(
     ),
 )
 WIDE_GRADIENT = Family(
-    "wide gradient",
     "The gradient of a large weight, and of a bias with it",
     wide_gradient.tile,
     (wide_gradient.WideGradient,),
@@ -96,17 +89,15 @@ OF_WEIGHT_IN_ORDER = (WIDE_GRADIENT,)  # of q's that come in another order
 # Before and behind contractions: tile(features, dtype, batch, gpu) of sums, tile(features, activation, dtype, batch,
 # gpu) of slopes, tile(outer, rows, columns, dtype, batch, gpu) of turns
 
-COLUMN_SUMS = Family("column sums", "A bias's gradient", ColumnSums, (ColumnSums,), "gradients")
-SLOPES = Family("slopes", "An activation's slope", Slopes, (Slopes,), "gradients", told=("through",))
-TURN = Family("turn", "Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
+COLUMN_SUMS = Family("A bias's gradient", ColumnSums, (ColumnSums,), "gradients")
+SLOPES = Family("An activation's slope", Slopes, (Slopes,), "gradients", told=("through",))
+TURN = Family("Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
 OF_SUMS, OF_SLOPES, OF_TURN = (COLUMN_SUMS,), (SLOPES,), (TURN,)
 OF_PRODUCT_AND_SLOPES = (WIDE,)
 
 # Beside others' passes, which ask for them
 
-WEIGHT_HALVES = Family("weight halves", "Weights of wide products in float", None, (WeightHalves,), "wide")
-REDUCTION = Family("reduction", "Sums of blocks, added in order", None, (Reduction, Reductions), "gradients")
-FACTOR_GRADIENTS = Family(
-    "factor gradients", "Factors that a pass has taken as one", None, (FactorGradients,), "gradients"
-)
+WEIGHT_HALVES = Family("Weights of wide products in float", None, (WeightHalves,), "wide")
+REDUCTION = Family("Sums of blocks, added in order", None, (Reduction, Reductions), "gradients")
+FACTOR_GRADIENTS = Family("Factors that a pass has taken as one", None, (FactorGradients,), "gradients")
 BESIDE = (WEIGHT_HALVES, REDUCTION, FACTOR_GRADIENTS)

@@ -17,7 +17,6 @@ from factorlayer.plan.registry.family import Family, Takes
 TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, blocks or dense")
 
 RECURRENT = Family(
-    "recurrent",
     "All steps of a gated recurrent unit",
     recurrent.tile,
     (recurrent.Recurrent,),
@@ -25,7 +24,6 @@ RECURRENT = Family(
     TAKES,
 )
 RECURRENT_BACKWARD = Family(
-    "recurrent backward",
     "What goes back through all steps of a gated recurrent unit",
     recurrent.tile_backward,
     (recurrent.RecurrentBackward,),
@@ -34,7 +32,6 @@ RECURRENT_BACKWARD = Family(
 )
 SPREAD_TAKES = Takes(factors=(1, 1), tied=True, more="dense, reset after the product, on all multiprocessors together")
 RECURRENT_SPREAD = Family(
-    "recurrent spread",
     "The same of a dense matrix that several blocks share",
     recurrent_spread.tile,
     (recurrent_spread.RecurrentSpread, recurrent_spread.RecurrentFill),
@@ -42,7 +39,6 @@ RECURRENT_SPREAD = Family(
     SPREAD_TAKES,
 )
 RECURRENT_SPREAD_BACKWARD = Family(
-    "recurrent spread backward",
     "What goes back through a dense matrix that several blocks share",
     recurrent_spread.tile_backward,
     (recurrent_spread.RecurrentSpreadBackward,),
@@ -56,7 +52,6 @@ CLUSTER_TAKES = Takes(
     more="square factors, reset after the product, shared out by clusters",
 )
 RECURRENT_CLUSTER = Family(
-    "recurrent cluster",
     "The same of two factors, with a state that a cluster shares out",
     recurrent_cluster.tile,
     (recurrent_cluster.RecurrentCluster,),
@@ -64,7 +59,6 @@ RECURRENT_CLUSTER = Family(
     CLUSTER_TAKES,
 )
 RECURRENT_CLUSTER_BACKWARD = Family(
-    "recurrent cluster backward",
     "What goes back through two factors, with gradients that a cluster shares out",
     recurrent_cluster.tile_backward,
     (recurrent_cluster.RecurrentClusterBackward,),
@@ -72,14 +66,12 @@ RECURRENT_CLUSTER_BACKWARD = Family(
     CLUSTER_TAKES,
 )
 RECURRENT_SLOPES = Family(
-    "recurrent slopes",
     "What goes back is multiplied by, of all steps at once",
     recurrent_slopes.tile,
     (recurrent_slopes.RecurrentSlopes,),
     "recurrent",
 )
 DECODE_STEP = Family(
-    "decode step",
     "A layer's step of a decoder, of few samples",
     decode_step.tile,
     (decode_step.DecodeStep,),
@@ -87,7 +79,6 @@ DECODE_STEP = Family(
     Takes(more="dense, reset after the product; 16 samples at most"),
 )
 DECODE_CHOICE = Family(
-    "decode choice",
     "The best token of a decoder's step, or all scores",
     decode_choice.tile,
     (decode_choice.DecodeChoice,),
@@ -95,14 +86,12 @@ DECODE_CHOICE = Family(
     Takes(more="16 samples at most"),
 )
 DECODE_DRAW = Family(
-    "decode draw",
     "A token for each sample, drawn by its scores",
     decode_draw.tile,
     (decode_draw.DecodeDraw,),
     "recurrent",
 )
 DECODE_FEW = Family(
-    "decode few",
     "The few best of each sample's scores",
     decode_few.tile,
     (decode_few.DecodeFew,),

@@ -20,7 +20,6 @@ from factorlayer.plan.registry.family import HALVES, ON_TABLES, Family, Margin, 
 # Dense layers one behind another: tile(layers, dtype, batch, gpu)
 
 DENSE = Family(
-    "dense",
     "A block of dense layers, weights that fit",
     dense.tile,
     (dense.Dense,),
@@ -29,7 +28,6 @@ DENSE = Family(
     told=("states",),
 )
 DENSE_STREAMED = Family(
-    "dense streamed",
     "A block of dense layers, wide",
     dense_streamed.tile,
     (dense_streamed.DenseStreamed, dense_streamed.WeightChunks),
@@ -38,7 +36,6 @@ DENSE_STREAMED = Family(
     told=("states", "frozen"),
 )
 RESIDENT_STACK = Family(
-    "resident stack",
     "A block of dense layers, any GPU, weights that fit",
     resident_stack.tile,
     (resident_stack.ResidentStack,),
@@ -59,7 +56,6 @@ def _has_odd_rows(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -
 BY_ROWS = Margin(1.3, 1.0, _has_odd_rows, f"of a dense layer as a stack of one, beside wide products: {ON_TABLES}")
 OF_DENSE_LAYER = (replace(DENSE_STREAMED, margin=BY_ROWS),)
 DENSE_BACKWARD = Family(
-    "dense backward",
     "Gradients of narrow dense layers in 16 bits",
     dense_backward.tile,
     (dense_backward.DenseBackward,),
@@ -67,7 +63,6 @@ DENSE_BACKWARD = Family(
     Takes(HALVES, ("wgmma",), sizes=(1, dense.WIDEST), tied=True),
 )
 DENSE_BACKWARD32 = Family(
-    "dense backward32",
     "Gradients of narrow dense layers in tf32",
     dense_backward32.tile,
     (dense_backward32.DenseBackward32, dense_backward32.LayerBackward32),
@@ -75,7 +70,6 @@ DENSE_BACKWARD32 = Family(
     Takes(("tf32",), ("wgmma",), sizes=(1, dense.WIDEST), tied=True),
 )
 LAYER_BACKWARD = Family(
-    "layer backward",
     "Gradients of one dense layer in 16 bits",
     layer_backward.tile,
     (layer_backward.LayerBackward,),
@@ -85,7 +79,6 @@ LAYER_BACKWARD = Family(
     ),
 )
 STACK_BACKWARD = Family(
-    "stack backward",
     "Gradients of dense layers of any widths, any GPU, weights that fit",
     stack_backward.tile,
     (stack_backward.StackBackward,),
