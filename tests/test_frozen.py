@@ -78,6 +78,7 @@ def test_one_call_takes_all_layers(calls: list[str]) -> None:
 
 def test_a_model_between_whose_stacks_others_stand(calls: list[str]) -> None:
     plain = model().eval()
+    plain[3] = nn.Softmax(-1)
     fast, x = fuse(plain), torch.randn(5, 12).double()
     right = fast(x)
     assert fast.freeze().explain().startswith("fuse(Sequential), frozen:")

@@ -258,7 +258,7 @@ def test_pytorchs_transformer_layers(norm_first: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first).double()
     plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     fused = fuse(plain)
-    assert [stack.names for stack in fused.stacks] == [("layers.0.linear1",), ("layers.1.linear1",)]
+    assert [stack.names for stack in fused.stacks] == [(f"layers.{i}.linear1", f"layers.{i}.linear2") for i in (0, 1)]
     x = torch.randn(2, 5, 8).double()
     for mode in (True, False):
         fused.train(mode)

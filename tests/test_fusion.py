@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ import torch.nn.functional as F  # noqa: N812
 from oracle import nearly
 from torch import Tensor, nn
 
+import factorlayer
 from factorlayer import FactorLinear, FactorMLP, fuse
+
+DROPOUT = "dropout behind it: where that drops something, the stack ends here"
 
 
 def model() -> nn.Sequential:
@@ -62,10 +66,14 @@ def test_a_sequence_gives_the_same(implementation: str) -> None:
     plain = model().eval()
     fused = fuse(plain, implementation)
     assert stacks(fused) == [
-        ["0: 12 -> 20, relu", "2.0: 4 x 5 -> 5 x 6, kronecker, gelu_tanh"],
-        ["4: 30 -> 8, silu", "7: 2 x 4 -> 2 x 3, monarch, tanh"],
+        [
+            "0: 12 -> 20, relu",
+            f"2.0: 4 x 5 -> 5 x 6, kronecker, gelu_tanh ({DROPOUT})",
+            "4: 30 -> 8, silu",
+            "7: 2 x 4 -> 2 x 3, monarch, tanh",
+        ],
     ]
-    assert "3: as it was" in fused.explain() and "9: as it was" in fused.explain()
+    assert "8: as it was" in fused.explain() and "9: as it was" in fused.explain()
     assert not fused.training
     assert_same_module(fused, plain, torch.randn(5, 12).double())
     assert_same_module(fused, plain, torch.randn(2, 3, 12).double())
@@ -130,6 +138,83 @@ def test_training_mode_reaches_what_is_between() -> None:
     assert not nearly(fused(x), fused(x))
     fused.eval()
     assert nearly(fused(x), fused(x))
+
+
+class Drops(nn.Module):
+    """As transformers have it: dropouts between layers and behind them."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = FactorLinear(6, 16, structure="monarch", blocks=2), nn.Linear(16, 6)
+        self.act, self.drop1, self.drop2, self.norm = nn.GELU(), nn.Dropout(p), nn.Dropout(p), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop2(self.fc2(self.norm(self.drop1(self.act(self.fc1(x))))))
+
+
+def seeded(module: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def called(x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return module(x)
+
+    return called
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of a stack has."""
+    made: list[int] = []
+    right = factorlayer.stacks.stack.run_stack
+
+    def run_stack(stack: Any, layers: Any, *given: Any) -> Tensor:
+        made.append(len(layers))
+        return right(stack, layers, *given)
+
+    monkeypatch.setattr(factorlayer.stacks.stack, "run_stack", run_stack)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("training", "p", "calls"), [(True, 0.5, [1, 1]), (True, 0.0, [2]), (False, 0.5, [2])], ids=["drops", "p=0", "eval"]
+)
+def test_a_dropout_between_layers_ends_a_stack_where_it_drops(
+    training: bool, p: float, calls: list[int], runs: list[int]
+) -> None:
+    plain = Drops(p).double().train(training)
+    fused, x = fuse(plain), torch.randn(4, 6).double()
+    assert stacks(fused) == [[f"fc1: 2 x 3 -> 8 x 2, monarch, gelu ({DROPOUT})", "fc2: 16 -> 6"]]
+    assert "drop2: as it was" in fused.explain()
+    assert nearly(seeded(fused)(x), seeded(plain)(x)) and runs == calls
+    parameters = list(plain.parameters())
+    for again in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        found = gradients(seeded(again), list(again.parameters()), x)
+        torch.testing.assert_close(found, gradients(seeded(plain), parameters, x))
+    torch._dynamo.reset()
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(seeded(compiled)(x), seeded(plain)(x))
+    fused.freeze()
+    runs.clear()
+    assert nearly(seeded(fused)(x), seeded(plain)(x)) and runs == [1, 1] * (len(calls) == 2)
+
+
+def test_what_changes_of_a_dropout_counts() -> None:
+    plain = Drops().double().eval()
+    fused, x = fuse(plain), torch.randn(4, 6).double()
+    plain.drop1.train()  # alone, as for samples of a posterior
+    assert nearly(seeded(fused)(x), seeded(plain)(x)) and not nearly(fused(x), fused(x))
+    plain.eval().drop1.register_forward_hook(lambda _, __, y: 2 * y)
+    assert nearly(fused(x), plain(x)) and not nearly(fused(x), fuse(Drops().double().eval())(x))
+    plain = Drops().double().eval()
+    fused = fuse(plain)
+    plain.drop1 = nn.Tanh()
+    with pytest.warns(UserWarning, match=r"Drops\.drop1 is another"):
+        assert nearly(fused(x), plain(x))
+
+
+def test_a_dropout_in_place_stays_where_it_is() -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5, inplace=True), nn.Linear(6, 4)).double().eval()
+    assert stacks(fuse(plain)) == [["0: 4 -> 6, tanh"]]
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -306,7 +391,7 @@ def test_the_implementation_can_be_changed_afterwards() -> None:
     fused = fuse(model(), "batched")
     fused.implementation = "v1"
     assert fused.implementation == "naive"
-    assert [stack.implementation for stack in fused.stacks] == ["naive"] * 2
+    assert [stack.implementation for stack in fused.stacks] == ["naive"]
     assert pickle.loads(pickle.dumps(fused)).implementation == "naive"
 
 

@@ -235,25 +235,30 @@ def _in_both_modes(module: nn.Module, look: Callable[[], T]) -> tuple[T, T]:
 
 
 def runs_of(module: nn.Module, graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Nodes one behind another that are one stack: layers, each with an activation behind it or none."""
+    """Nodes one behind another that are one stack: layers, each with an activation behind it or none, and dropouts
+    between them."""
     taken: set[fx.Node] = set()
     for first in graph.nodes:
         layer = _layer(module, first)
         if first in taken or layer is None:
             continue
         run, behind = [first], [first]  # behind: the last layer, and its activation
+        dropped = 0  # nodes behind these, until the next layer
         while len(run[-1].users) == 1:
             (following,) = run[-1].users
             # Nothing may stand between: it might write what the stack reads.
             if following.all_input_nodes != [run[-1]] or run[-1].next is not following:
                 break
             if _layer(module, following) is not None:
-                behind = [following]
-            elif _ends(module, behind[0]) and _activation(module, [*behind[1:], following]) is not None:
+                behind, dropped = [following], 0
+            elif _drops(module, following) or (dropped and _is_one(module, following, nn.Identity)):
+                dropped += 1
+            elif not dropped and _ends(module, behind[0]) and _activation(module, [*behind[1:], following]) is not None:
                 behind.append(following)
             else:
                 break
             run.append(following)
+        run = run[: len(run) - dropped]
         taken.update(run)
         if len(run) > 1:
             yield run
@@ -265,10 +270,14 @@ def put_stack(
     """Puts a stack in the place of a run. `path` is that of the module, for the names of the layers."""
     starts = [i for i, node in enumerate(run) if _layer(module, node) is not None]
     members: list[tuple[str, nn.Module, Activation]] = []
+    dropouts: list[list[nn.Module]] = []
     for start, end in itertools.pairwise([*starts, len(run)]):
         layer = str(run[start].target)
-        members.append((path + layer, module.get_submodule(layer), _activation(module, run[start + 1 : end])))
-        for node in run[start + 1 : end]:
+        behind = run[start + 1 : end]
+        of_it = list(itertools.takewhile(lambda node: not _drops(module, node), behind))
+        members.append((path + layer, module.get_submodule(layer), _activation(module, of_it)))
+        dropouts.append([module.get_submodule(str(node.target)) for node in behind[len(of_it) :]])
+        for node in of_it:
             if node.op == "call_module":
                 trace.guard.add_activation(module.get_submodule(str(node.target)))
     with trace.graph.inserting_after(run[-1]):
@@ -276,7 +285,7 @@ def put_stack(
     run[-1].replace_all_uses_with(call)
     for node in reversed(run):
         trace.graph.erase_node(node)
-    return LayerStack(members, implementation, "fuse")
+    return LayerStack(members, implementation, "fuse", dropouts)
 
 
 def _layer(module: nn.Module, node: fx.Node) -> Layer | None:
@@ -285,6 +294,19 @@ def _layer(module: nn.Module, node: fx.Node) -> Layer | None:
         return None
     member = module.get_submodule(str(node.target))
     return None if is_hooked(member) else layer_of(member)
+
+
+def _is_one(module: nn.Module, node: fx.Node, kind: type[nn.Module]) -> bool:
+    """Whether a node calls a module of just this class, with one tensor and nothing else."""
+    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+        return False
+    part = module.get_submodule(str(node.target))
+    return type(part) is kind and not is_hooked(part)
+
+
+def _drops(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a node is a dropout, which does nothing in evaluation mode."""
+    return _is_one(module, node, nn.Dropout) and not module.get_submodule(str(node.target)).inplace
 
 
 def _ends(module: nn.Module, node: fx.Node) -> bool:

@@ -265,10 +265,17 @@ Activation = nn.Module | Expression | str | None
 
 
 class LayerStack(nn.Module):
-    """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own."""
+    """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own. Where
+    a dropout between them drops something, they run as the stacks before it and behind it."""
 
-    def __init__(self, members: Sequence[tuple[str, nn.Module, Activation]], implementation: str, who: str) -> None:
-        """Each with its name, and the activation behind it."""
+    def __init__(
+        self,
+        members: Sequence[tuple[str, nn.Module, Activation]],
+        implementation: str,
+        who: str,
+        dropouts: Sequence[Sequence[nn.Module]] = (),
+    ) -> None:
+        """Each with its name, and the activation behind it. `dropouts` are what stands behind that, for each."""
         super().__init__()
         self.names, self.implementation = tuple(name for name, *_ in members), implementation
         self._owner = who
@@ -277,11 +284,11 @@ class LayerStack(nn.Module):
         self.layers: tuple[Layer, ...] = ()
         self._types: list[type] = []
         self._have_scalars = False
-        for _, member, activation in members:
+        for (_, member, activation), dropped in zip(members, dropouts or [()] * len(members), strict=True):
             layer = layer_of(member)
             assert layer is not None
             stage, scalar_names = activation_of(activation)
-            added = _Member(member, activation, stage, scalar_names)
+            added = _Member(member, activation, stage, scalar_names, tuple(dropped))
             self._members.append(added)
             bias = nn.Parameter if layer.chain.bias else type(None)
             self._types += [*[nn.Parameter] * (len(added.names) - 1), bias]
@@ -299,7 +306,9 @@ class LayerStack(nn.Module):
     def _look(self) -> None:
         """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
         all the rest of it."""
-        given = [part for m in self._members for part in (m.layer, m.activation) if isinstance(part, nn.Module)]
+        behind = [part for m in self._members for part in (m.layer, m.activation, *m.dropouts)]
+        given = [part for part in behind if isinstance(part, nn.Module)]
+        self._dropouts = [part for m in self._members for part in m.dropouts if isinstance(part, nn.Dropout)]
         parts = [part for each in given for part in each.modules()]
         self._owns = [vars(part) for part in parts]
         self._hooks = [own[name] for own in self._owns for name in HOOKS]
@@ -308,7 +317,7 @@ class LayerStack(nn.Module):
         choices.load()
 
     def __getstate__(self) -> dict[str, Any]:
-        found = ("_owns", "_hooks", "_parameters_of", "_names_in")
+        found = ("_owns", "_hooks", "_parameters_of", "_names_in", "_dropouts")
         return {name: value for name, value in self.__dict__.items() if name not in found}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -318,6 +327,8 @@ class LayerStack(nn.Module):
     def forward(self, x: Input) -> Tensor:
         frozen = self.frozen
         if frozen is not None:
+            if self._drops():
+                return self._in_parts(x, frozen.tensors)
             y = frozen.run(x, self.implementation)
             if y is None:
                 y = run_stack(self._stack, self.layers, x, frozen.tensors, self.implementation, self._who)
@@ -327,7 +338,28 @@ class LayerStack(nn.Module):
         tensors = self._tensors()
         if tensors is None:
             return self._one_by_one(x)
+        if self._drops():
+            return self._in_parts(x, tensors)
         return run_stack(self._stack, self.layers, x, tensors, self.implementation, self._who)
+
+    def _drops(self) -> bool:
+        """Whether a dropout between layers drops something now."""
+        return any(dropout.training and dropout.p for dropout in self._dropouts)
+
+    def _in_parts(self, x: Input, tensors: Sequence[Tensor]) -> Tensor:
+        """Layers up to a dropout as one stack, then the dropout."""
+        at = first = 0  # among layers, and among tensors
+        for end, member in enumerate(self._members, 1):
+            if member.dropouts or end == len(self._members):
+                layers, who = self.layers[at:end], self._who[at:end]
+                behind = first + sum(layer.tensors for layer in layers)
+                stack = Stack(self._stack.layers[at:end])
+                x = run_stack(stack, layers, x, tensors[first:behind], self.implementation, who)
+                for dropout in member.dropouts:
+                    x = dropout(x)
+                at, first = end, behind
+        assert isinstance(x, Tensor)
+        return x
 
     def _is_hooked(self) -> bool:
         return any(self._hooks) or any("forward" in own for own in self._owns)
@@ -382,7 +414,7 @@ class LayerStack(nn.Module):
 
     def run_by(self, implementation: str) -> LayerStack:
         members = [(name, m.layer, m.activation) for name, m in zip(self.names, self._members, strict=True)]
-        return LayerStack(members, implementation, self._owner)
+        return LayerStack(members, implementation, self._owner, [m.dropouts for m in self._members])
 
     def alone(self) -> list[LayerStack]:
         """Each of its layers by itself."""
@@ -429,9 +461,11 @@ class LayerStack(nn.Module):
     def explain(self) -> list[str]:
         learns = " (on a GPU, trained by itself: its activation learns)"
         large = " (on a GPU in 16 bits and tf32, by cuBLAS: one large product)"
+        drops = " (dropout behind it: where that drops something, the stack ends here)"
         return [
             f"{name}: {layer}{learns if layer.chain.parameters else large if is_large_product(layer.chain) else ''}"
-            for name, layer in zip(self.names, self.layers, strict=True)
+            f"{drops if member.dropouts else ''}"
+            for name, layer, member in zip(self.names, self.layers, self._members, strict=True)
         ]
 
     def _one_by_one(self, x: Input) -> Tensor:
@@ -439,6 +473,8 @@ class LayerStack(nn.Module):
         for member in self._members:
             y = member.layer(y)
             y = member.activation(y) if isinstance(member.activation, nn.Module) else activate(member.stage, y)
+            for dropout in member.dropouts:
+                y = dropout(y)
         return y
 
 
@@ -532,12 +568,13 @@ def _freeze_again(module: nn.Module, incompatible: object) -> None:
 
 @dataclass
 class _Member:
-    """A layer, what follows it, and which of its parameters that one's p0, p1, … are."""
+    """A layer, what follows it, which of its parameters that one's p0, p1, … are, and the dropouts behind."""
 
     layer: nn.Module
     activation: Activation
     stage: str  # what it is in a chain
     scalar_names: tuple[str, ...]
+    dropouts: tuple[nn.Module, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
