@@ -29,6 +29,7 @@ from factorlayer.functional import (
     why_auto_is_batched,
 )
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.outline import Outline
 from factorlayer.maths.project import ProjectionError, project, projection_error, to_dense
 from factorlayer.maths.spec import Factors, LayerSpec, Structure, resolve
 from factorlayer.tuning import choices, predicted
@@ -157,6 +158,13 @@ class FactorLinear(Recorded):
     @property
     def weights(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._weight_names]
+
+    @property
+    def weight(self) -> Outline:
+        """What other code sees of the matrix W, which is nowhere in memory: its shape, dtype and device."""
+        first = self.weights[0]
+        shape = torch.Size((self.out_features, self.in_features))
+        return Outline(shape, first.dtype, first.device, first.requires_grad)
 
     @property
     def in_features(self) -> int:

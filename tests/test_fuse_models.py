@@ -15,7 +15,7 @@ from oracle import nearly
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from factorlayer import fuse
+from factorlayer import FactorLinear, fuse
 
 
 class Attention(nn.Module):
@@ -459,6 +459,34 @@ def test_weights_with_products_of_their_own_stay(late: bool) -> None:
         assert [stack.names for stack in fused.stacks] == [("0",), ("4",)] and "2: as it was" in fused.explain()
     torch.testing.assert_close(fused(X), plain(X))
     torch.testing.assert_close(fused.freeze()(X), plain(X))
+
+
+class ReadsWeight(nn.Module):
+    """As T5, whose second layer may be of another dtype."""
+
+    def __init__(self, reads: Callable[[Tensor, FactorLinear], Tensor]) -> None:
+        super().__init__()
+        self.wi, self.wo, self.reads = FactorLinear(4, 8), FactorLinear(8, 4), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.reads(torch.relu(self.wi(x)), self.wo))
+
+
+def test_a_forward_may_ask_whether_a_structured_weight_is_a_tensor() -> None:
+    plain = ReadsWeight(lambda x, layer: x.to(layer.weight.dtype) if isinstance(layer.weight, Tensor) else x)
+    fused = fuse(plain)
+    assert [stack.names for stack in fused.stacks] == [("wi", "wo")]
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(3, 4, dtype=dtype)
+        torch.testing.assert_close(fused.to(dtype)(x), plain(x))
+
+
+def test_what_may_change_of_a_structured_weight_is_not_traced() -> None:
+    plain = ReadsWeight(lambda x, layer: x.to(layer.weight.dtype))
+    fused = fuse(plain)
+    assert not fused.stacks
+    assert "its forward reads FactorLinear.weight.dtype, which a graph would keep as it is now" in fused.explain()
+    assert fused.double()(torch.randn(3, 4).double()).dtype == torch.float64
 
 
 def test_transformers_models() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -284,3 +286,50 @@ def test_explain_says_why_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FactorLinear(12, 20).explain().splitlines()[-1] == (
         "runs batched, because fused cannot: it has kernels for torch.float64, x is torch.float32"
     )
+
+
+# What other code sees of the matrix.
+
+
+@pytest.mark.parametrize("name", ["default", "monarch", "dtype", "meta"])
+def test_weight_is_an_outline_of_the_matrix(name: str) -> None:
+    layer = build(name)
+    weight, matrix = layer.weight, layer.to_dense()
+    assert not isinstance(weight, torch.Tensor) and "weight" not in layer.state_dict()
+    for attribute in ("shape", "dtype", "device", "requires_grad", "ndim", "is_cuda"):
+        assert getattr(weight, attribute) == getattr(matrix, attribute)
+    assert (weight.size(), weight.size(0), weight.size(-1)) == ((20, 12), 20, 12)
+    assert weight.dim() == 2 and weight.numel() == 240
+    assert layer.requires_grad_(False).to(torch.float64).weight.dtype == torch.float64
+    assert not layer.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: torch.nn.functional.linear(torch.randn(2, 12), weight),
+        lambda weight: nn.init.normal_(weight),
+        lambda weight: torch.linalg.norm(weight),
+    ],
+)
+def test_an_outline_is_not_computed_with(use: Callable[[Any], object]) -> None:
+    layer = FactorLinear(12, 20)
+    with pytest.raises(TypeError, match=r"FactorLinear\.weight cannot be computed with: .* to_dense\(\) makes it"):
+        use(layer.weight)
+    with pytest.raises(AttributeError, match=r"FactorLinear\.weight has no 'data': .* to_dense\(\) makes it"):
+        _ = layer.weight.data
+    with pytest.raises(KeyError, match="attribute 'weight' already exists"):
+        layer.weight = nn.Parameter(torch.ones(20, 12))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pytorchs_encoder_layer_calls_structured_layers(compiled: bool) -> None:
+    """In eval mode it would go past its layers, whose weights it reads."""
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0, batch_first=True).double()
+    layer.linear1 = FactorLinear(8, 12, structure="monarch", blocks=2).double()
+    x = torch.randn(2, 3, 8).double()
+    right = layer.train()(x)
+    torch._dynamo.reset()
+    found = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with torch.no_grad():
+        assert nearly(found.eval()(x), right)

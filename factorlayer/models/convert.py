@@ -33,7 +33,6 @@ from factorlayer.models.dense import (
     weight_of,
 )
 from factorlayer.models.distil import check_batches, distil
-from factorlayer.models.encoders import close, reopen
 from factorlayer.models.fit import RIDGE
 from factorlayer.models.rows import Example
 from factorlayer.models.selection import MOST_NAMED, Chosen, Settings, check_model, select
@@ -97,7 +96,6 @@ def convert(
         changes = _fitted(model, made, changes, inputs, ridge)
     _swap(made)
     if made:
-        close(model)
         _guard(model)
     return Conversion(tuple(changes), tuple(left), before, after, dry_run)
 
@@ -179,7 +177,6 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
     with torch.no_grad():
         for bias, values in biases:
             bias.copy_(values)
-    reopen(model)
     _unguard(model)
     return Conversion(tuple(changes), (), before, count_of(model))
 

@@ -10,10 +10,12 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 from operator import is_, is_not
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+
+from factorlayer.layers import FactorLinear
 
 _ABSENT = object()
 _OWN = frozenset(vars(nn.Module()))  # what every module has: its parts and tensors, hooks and mode
@@ -39,6 +41,13 @@ def class_like(base: type, body: dict[str, Any]) -> type:
     return type(base)(base.__name__, (Quiet, base), names | body)
 
 
+class _Unread:
+    """FactorLinear.weight in a trace, which may ask whether it is a tensor: its dtype and device may change."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(f"its forward reads FactorLinear.weight.{name}, which a graph would keep as it is now")
+
+
 @contextlib.contextmanager
 def recording(modules: Iterable[nn.Module]) -> Iterator[list[Read]]:
     """What is read of the modules by their names, in order. As torch.fx does, it watches all there are meanwhile."""
@@ -46,6 +55,8 @@ def recording(modules: Iterable[nn.Module]) -> Iterator[list[Read]]:
     watched = set(modules)
 
     def read(self: nn.Module, name: str) -> Any:
+        if name == "weight" and isinstance(self, FactorLinear):
+            return _Unread()
         if name not in _OWN and name not in _OF_ALL and self in watched:
             reads.append((self, name))
         return object.__getattribute__(self, name)
