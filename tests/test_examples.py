@@ -14,7 +14,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from factorlayer import FactorGRU
+from factorlayer import FactorGRU, FactorLinear
+from factorlayer.models.groups import multipliers
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -132,5 +133,50 @@ def test_distil() -> None:
     assert sum(float(fitted) < 0.9 * float(projected) for *_, projected, fitted in rows) >= 6
 
 
+def test_language(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sizes = "--width 32 --heads 2 --layers 1 --context 32 --steps 60 --seconds 0.1 --rate 0.01"
+    found = run("language", f"{sizes} --picture {tmp_path}/l.png")
+    rows = re.findall(r"^\| (\S+) \| (\d+) \| \S+ \| (\d+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|$", found, re.M)
+    names, hidden, counts, bits, _ = zip(*rows, strict=True)
+    assert names == ("dense", "monarch", "kronecker", "low-rank") and hidden == ("128", "256", "256", "256")
+    assert all(0.95 * int(counts[0]) <= int(each) <= int(counts[0]) for each in counts)
+    assert max(map(float, bits)) < 6.5  # of 8, at first
+    assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_language_draws_low_rank_layers_as_others_and_gives_them_the_rates_of_monarch_layers() -> None:
+    language = load("language")
+    torch.manual_seed(0)
+    layer = language.LowRank(600, 400, 200)
+    y = layer[1].weight @ (layer[0].weight @ torch.randn(600, 1000))
+    assert abs(float(y.detach().var()) - 1 / 3) < 0.02
+    one_block = FactorLinear(600, 400, structure="monarch", blocks=1, rank=200)
+    right = multipliers(one_block.spec)  # of weight_0, which is the second, and weight_1
+    assert [*layer.rates().values()] == pytest.approx(right[::-1])
+    sizes = language.Sizes(32, 2, 1, 8, 128, 2)
+    model = language.build("low-rank", sizes, 4)
+    groups = language.groups(model, 0.1)
+    assert sorted(id(each) for group in groups for each in group["params"]) == sorted(map(id, model.parameters()))
+    (rate,) = (
+        group["lr"] for group in groups if any(each is model.blocks[0].mlp[2][1].weight for each in group["params"])
+    )
+    assert rate == pytest.approx(0.1 * 256 / 4 / 2)
+
+
+def test_language_reads_a_curve_between_its_points() -> None:
+    curve = load("language").Curve([0, 10, 20], [0.0, 1.0, 3.0], [8.0, 4.0, 2.0])
+    assert [curve.at(curve.steps, place) for place in (0, 5, 10, 20)] == [8, 6, 4, 2]
+    assert curve.at(curve.seconds, 2) == 3
+
+
 def test_all_examples_are_run() -> None:
-    assert [path.stem for path in EXAMPLES] == ["digits", "distil", "image", "poisson", "shrink", "translate"]
+    assert [path.stem for path in EXAMPLES] == [
+        "digits",
+        "distil",
+        "image",
+        "language",
+        "poisson",
+        "shrink",
+        "translate",
+    ]
