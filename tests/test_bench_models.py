@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benches is not installed with the package
@@ -40,12 +42,12 @@ def test_a_name_that_it_does_not_know_is_refused() -> None:
 
 def test_what_fails_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
-        raise RuntimeError("no such kernel\nat all")
+        raise TypeError("no such kernel\nat all")
 
     monkeypatch.setattr(models, "_train", broken)
     row = models.measured("gpt2-train", "eager", "dense", models.SMALL, "cpu")
-    assert row.ms is None and row.notes == ["no such kernel"]
-    assert models.line(row, [row]).endswith("| - | - | - | - | no such kernel |")
+    assert row.ms is None and row.notes == ["TypeError: no such kernel"]
+    assert models.line(row, [row]).endswith("| - | - | - | - | TypeError: no such kernel |")
 
 
 def test_both_implementations_of_a_monarch_layer_are_the_same_model() -> None:
@@ -57,3 +59,37 @@ def test_both_implementations_of_a_monarch_layer_are_the_same_model() -> None:
         made.append(model.state_dict())
     assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
     assert sum(name.endswith("weight_0") for name in made[0]) == 2 * models.SMALL.layers
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses what reads a number from the device, which no CUDA graph can capture."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("task", models.TASKS)
+@pytest.mark.parametrize("subject", ["dense", "monarch"])
+def test_what_is_timed_can_be_captured(task: str, subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def refusing(call: Any, device: str, notes: Any, before: Any = lambda: None) -> float:
+        before()
+        with NoSync():
+            call()
+        calls.append(call)
+        return 1.0
+
+    monkeypatch.setattr(models, "_milliseconds", refusing)
+    assert models.measured(task, "eager", subject, models.SMALL, "cpu").notes == []
+    assert len(calls) == (2 if task.endswith("train") else 1)
+
+
+def test_gpt2_attends_as_theirs() -> None:
+    torch.manual_seed(0)
+    model = models.build("gpt2-train", models.SMALL).eval()
+    ids = torch.randint(models.SMALL.vocabulary, (2, models.SMALL.tokens))
+    found = model(input_ids=ids).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(input_ids=ids).logits)
