@@ -34,7 +34,7 @@ from factorlayer.tuning import predicted
 
 LIMITS = 90, 132, 232448  # an H200's
 # What the driver says of their memory, by the seeds of sweeps on an H200 and an H100
-MEMORY = {4711: 4916736, 27182: 4916736, 7001: 3352320, 50321: 3352320}
+MEMORY = {4711: 4916736, 27182: 4916736, 605551: 4916736, 7001: 3352320, 50321: 3352320}
 TEXT = "untied 0 64 88 384 1; untied 1 1 384 64 64"
 
 
@@ -89,12 +89,32 @@ def test_products_are_those_of_the_definition() -> None:
         assert sum(2 * p.count * p.m * p.n * p.k for p in products) == times * chain.forward_flops(100)
 
 
-def test_large_products_run_at_the_rate_of_the_library() -> None:
-    """Which no drawn row reaches."""
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("bfloat16", 550, 800), ("tf32", 350, 410), ("float32", 40, 50), ("float64", 40, 58)]
+)
+def test_large_products_run_at_the_rate_of_the_library(dtype: str, least: float, most: float) -> None:
+    """In TFLOP/s; `most` was measured of cuBLAS on an H200."""
     chain = Chain.of(LayerSpec("kronecker", (8192,), (8192,)), False, "identity")
-    gpu = Gpu(*LIMITS)
-    us = contracted_us(chain, "bfloat16", 8192, gpu, training=False)
-    assert 550e12 < chain.forward_flops(8192) / us * 1e6 < 800e12
+    us = contracted_us(chain, dtype, 8192, Gpu(*LIMITS), training=False)
+    assert least < chain.forward_flops(8192) / us / 1e6 < most
+
+
+@pytest.mark.parametrize("seed", [605551, 50321])
+def test_dense_layers_times_are_predicted(seed: int) -> None:
+    """Of drawn rows that nothing was fitted to, on an H200 and an H100, forward and trained."""
+    (path,), found = FOLDER.glob(f"*/cuda-{seed}.json"), []
+    rows = {row["workload"]: row["times"].get("dense", {}) for row in json.loads(path.read_text())["rows"]}
+    for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
+        if isinstance(workload, Block):
+            continue
+        chain = chains(workload)[0]
+        dense = Chain.of(LayerSpec("kronecker", (chain.in_features,), (chain.out_features,)), False, "identity")
+        for of_pass, measured in rows[workload.name].items():
+            asked = dense, dtype, workload.batch, Gpu(*LIMITS, MEMORY[seed]), of_pass != "forward"
+            found.append(contracted_us(*asked) / measured["us"])
+    assert len(found) > 100
+    assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= 0.65
+    assert 0.9 < math.exp(sum(map(math.log, found)) / len(found)) < 1.1
 
 
 def same(us: float, batch_class: int = 1) -> str:
@@ -149,7 +169,7 @@ def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[str, str]
     answers["times_of_many"] = same(446.0, 2)
     asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
     assert [found.implementation for found in asked] == ["fused", "batched"]
-    assert asked[0].batched_us > 571 / 1.5 > 1.3 * asked[1].batched_us
+    assert asked[0].batched_us > 571 / 1.3 > 1.1 * asked[1].batched_us
 
 
 def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: dict[str, str]) -> None:

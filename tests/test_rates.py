@@ -22,6 +22,7 @@ from factorlayer.plan import planner
 from factorlayer.plan.library import contracted_us
 from factorlayer.plan.planner import plan_of, times
 
+LARGE = "tied 0 1 4096 4096 1"
 PAIR, MONARCH = "tied 1 32 32 32 1; tied 0 1 32 32 32", "untied 0 64 88 384 1; untied 1 1 384 64 64"
 DENSE = "tied 0 1 64 64 1; bias; gelu"
 # What is predicted for, so that every number counts in some of them: text, dtype, class of batch sizes.
@@ -119,7 +120,7 @@ def test_a_users_own_table_comes_first(folder: Path) -> None:
 
 
 def _predicted(gpu: Gpu) -> list[object]:
-    of_library = [contracted_us(Chain.parse(PAIR), dtype, 1000, gpu, True) for dtype in RATES.flops]
+    of_library = [contracted_us(Chain.parse(LARGE), dtype, 4096, gpu, True) for dtype in RATES.flops]
     return [[times(text, dtype, gpu, batch_class) for text, dtype, batch_class in CASES], of_library]
 
 

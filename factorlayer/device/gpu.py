@@ -19,23 +19,22 @@ LIMITS[120] = (101376, 170)
 
 @dataclass(frozen=True)
 class Library:
-    """How fast PyTorch's operations are inside a CUDA graph. Fitted to the times of the batched implementation of 200
-    drawn rows on an H200, benches/results/sweeps/cuda-4711.json, but for the rates of whole products, which are shares
-    of data sheets'."""
+    """How fast PyTorch's operations are inside a CUDA graph. Rates of whole products are those of cuBLAS on an H200,
+    measured; all else is fitted to the times of the batched implementation and of dense layers in 550 drawn rows on it,
+    benches/results/earlier/cuda-4711.json and sweeps/cuda-914027.json and cuda-271833.json. Names of units are those of
+    plan/library.py."""
 
     kernel_us: float  # from one operation to the next
     product_us: float  # that a matrix product takes beside it,
-    block_us: float  # and each of its blocks,
     split_us: float  # and where it is split along what is summed
     sum_us: float
     pointwise_bytes: float  # that a multiprocessor moves in operations: element by element,
     turned_bytes: float  # to other places,
     product_bytes: float  # in products,
     odd_bytes: float  # where rows are no multiples of 16 bytes; of all of them, as much as memory moves
-    odd_steps: float  # times what a step takes there
-    flops: dict[str, float]  # of large products, of a multiprocessor
-    small_flops: dict[str, float]  # of those with blocks of 128 rows and columns, or fewer
-    step_us: dict[str, float]  # of 32 summands, one behind another
+    flops: dict[str, float]  # of products, of a multiprocessor, by units
+    step_us: dict[str, float]  # of 32 summands, one behind another, by units
+    block_us: dict[str, float]  # until a block's first step, and behind its last one
     added_us: dict[str, float]  # of a bias
 
 
@@ -127,24 +126,26 @@ class Gpu:
     def library(self) -> Library:
         """PyTorch's operations on it: an H200's, with the rates of products scaled."""
         scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}
-        whole = {"float64": 0.36e6, "float32": 0.34e6, "tf32": 1.5e6, "bfloat16": 5.5e6, "float16": 5.5e6}
-        small = {"float64": 0.38e6, "float32": 0.65e6, "tf32": 0.84e6, "bfloat16": 0.46e6, "float16": 0.46e6}
+        flops = {"float64": 0.36e6, "float32": 0.34e6, "tf32": 3e6, "bfloat16": 5.5e6, "float16": 5.5e6}
+        step_us = {"float64": 0.106, "float32": 0.615, "tf32": 0.132, "bfloat16": 0.007, "float16": 0.007}
+        # Of rows that 16 bytes do not divide, and what is loaded at once
+        flops["tf32 by 4"], step_us["tf32 by 4"] = 0.67e6, 0.31
+        for dtype in ("bfloat16", "float16"):
+            flops[f"{dtype} by 4"], step_us[f"{dtype} by 4"] = 1.45e6, 0.18
+            flops[f"{dtype} by 2"], step_us[f"{dtype} by 2"] = 0.68e6, 0.33
         typical = self.l2_bytes / L2_OVER_MEMORY  # L2 holds most of what operations hand on, whatever is behind it
-        moves = (min(share * typical, self.memory_bytes) for share in (0.46, 0.3, 0.74, 0.74 * 0.53))
-        pointwise_bytes, turned_bytes, product_bytes, odd_bytes = moves
+        pointwise_bytes, turned_bytes = (min(share * typical, self.memory_bytes) for share in (0.61, 0.29))
         return Library(
-            kernel_us=1.6,
-            product_us=1.4,
-            block_us=0.041,
-            split_us=3.1,
-            sum_us=1.5,
+            kernel_us=1.73,
+            product_us=0.3,
+            split_us=4.7,
+            sum_us=2.2,
             pointwise_bytes=pointwise_bytes,
             turned_bytes=turned_bytes,
-            product_bytes=product_bytes,
-            odd_bytes=odd_bytes,
-            odd_steps=2.1,
-            flops={dtype: rate * scale[dtype] for dtype, rate in whole.items()},
-            small_flops={dtype: rate * scale[dtype] for dtype, rate in small.items()},
-            step_us={"float64": 0.069, "float32": 0.34, "tf32": 0.18, "bfloat16": 0.13, "float16": 0.13},
+            product_bytes=0.62 * self.memory_bytes,
+            odd_bytes=0.35 * self.memory_bytes,
+            flops={unit: rate * scale[unit.split(" ")[0]] for unit, rate in flops.items()},
+            step_us=step_us,
+            block_us={"float64": 0.96, "float32": 0.78, "tf32": 1.36, "bfloat16": 1.2, "float16": 1.2},
             added_us={"float64": 3.7, "float32": 0.85, "tf32": 0.49, "bfloat16": 0.31, "float16": 0.31},
         )

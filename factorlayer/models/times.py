@@ -18,7 +18,7 @@ from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowe
 from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan.library import contracted_us, multiplied_us
+from factorlayer.plan.library import Ways
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import has_plan, has_plan_of_few, plan_of
 from factorlayer.tuning.predicted import MARGIN
@@ -60,8 +60,7 @@ def layer_us(spec: LayerSpec, bias: bool, dtype: torch.dtype, samples: int, gpu:
 @functools.lru_cache(4096)
 def _us(spec: LayerSpec, bias: bool, dtype: str, tf32: bool, samples: int, gpu: Gpu, training: bool) -> float:
     chain = Chain.of(spec, bias, "identity")
-    asked = chain, "tf32" if tf32 else dtype, samples, gpu, training
-    library = min(contracted_us(*asked), multiplied_us(*asked))
+    library = Ways.of(chain, "tf32" if tf32 else dtype, samples, gpu, training).us
     if chain.is_dense:
         return library
     fused = _fused_us(chain.tf32_text if tf32 else chain.text, dtype, samples, gpu, training)

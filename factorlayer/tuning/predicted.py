@@ -20,7 +20,7 @@ from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.library import contracted_us, multiplied_us
+from factorlayer.plan.library import Ways
 
 EIGHT = 8  # elements of 16 bits that are moved at once
 MARGIN = 1.1  # batched has to be faster by this factor: less cannot be told apart, and fused needs less memory
@@ -100,8 +100,8 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
         ops = cuda_ops(device, dtype)
         asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
-    contracted, multiplied = _library_us(text, dtype, device, likeness, training)
-    return Prediction(fused_us, min(contracted, multiplied), training, like, multiplied < contracted)
+    batched = _batched(text, dtype, device, likeness, training)
+    return Prediction(fused_us, batched.us, training, like, batched.multiplies)
 
 
 def predicted_stack(
@@ -150,14 +150,11 @@ def _predicted_stack(
 
 def is_multiplied_out(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> bool:
     """Whether the batched implementation takes a layer with its matrix multiplied out."""
-    contracted, multiplied = _library_us(text, dtype, device, _likeness(batch), training)
-    return multiplied < contracted
+    return _batched(text, dtype, device, _likeness(batch), training).multiplies
 
 
 @functools.lru_cache(4096)
-def _library_us(text: str, dtype: torch.dtype, device: int, likeness: int, training: bool) -> tuple[float, float]:
-    """Microseconds by contractions, and multiplied out."""
+def _batched(text: str, dtype: torch.dtype, device: int, likeness: int, training: bool) -> Ways:
     chain, samples = Chain.parse(text), _samples(likeness).asked
     computed = "tf32" if chain.tf32 and dtype == torch.float32 else dtype_name(dtype)
-    asked = chain, computed, samples, Gpu(*gpu_limits(device)), training
-    return contracted_us(*asked), multiplied_us(*asked)
+    return Ways.of(chain, computed, samples, Gpu(*gpu_limits(device)), training)
