@@ -24,6 +24,7 @@ from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackw
 from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import products, tile
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, contracted_us
@@ -254,6 +255,22 @@ def test_functions_in_double_take_time() -> None:
     slope = "tied 0 1 256 256 1; bias; tanh; slope 256"
     assert _functions((Chain.parse(slope),), False) == 0  # 1 - y * y
     assert _functions((Chain.parse(text + "; gelu"),), True) == 256 * (of_value("gelu") + of_slope("gelu"))
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype", "samples", "measured"),
+    [
+        *((60, 60, "float16", 71, 2.25), (22, 22, "float32", 420, 2.3), (24, 112, "tf32", 2, 2.23)),
+        *((246, 67, "tf32", 1057, 5.48), (200, 200, "float64", 429, 6.1), (214, 214, "tf32", 2, 4.07)),
+    ],
+)
+def test_a_streamed_pass_starts_behind_another_and_waits(
+    p: int, q: int, dtype: str, samples: int, measured: float
+) -> None:
+    """Microseconds of drawn rows on an H200, one chunk of a weight or several."""
+    product, *others = products(Chain.of(LayerSpec("kronecker", (p,), (q,)), False, "identity"), dtype)
+    gpu = Gpu(*LIMITS, MEMORY[605551])
+    assert not others and tile(product, BATCHES[samples > 64], gpu).us_of(samples) == pytest.approx(measured, rel=0.3)
 
 
 STACK = " | ".join(["tied 0 1 64 64 1; bias; relu"] * 3)

@@ -22,9 +22,8 @@ from factorlayer.maths.spec import Contraction
 
 MOST_TILINGS = 64  # that are compared
 ISSUE_RATE = 7e3  # instructions of a multiprocessor's warps in a microsecond
-# What a chunk waits for that goes through registers, and one of a ring of copies: one sample of 435 → 47 in bfloat16
-# took 1.4 us for each of 28 chunks of the first kind.
-LOADED_US, COPIED_US = 1.3, 0.4
+# What a chunk waits for that goes through registers: one sample of 435 → 47 in bfloat16 took 1.4 us for each of 28.
+LOADED_US = 1.3
 LINE, SECTOR = 128, 32  # bytes of memory that are copied, and of L2 that are written, as one
 # Of a warp's copy: instructions, also where it goes through registers, and cycles for each line that it touches; on a
 # multiprocessor a store to a part of a sector. Of 120 passes of drawn layers on one H100, 76 % are within 30 %.
@@ -349,7 +348,8 @@ class Streamed(Pass):
         return self.product.terms_out * self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        """Multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+        """Microseconds: a kernel starts behind another, and multiprocessors take turns at tiles, each bound by its
+        slowest unit, or by waiting for its chunks. Numbers fitted to an H200."""
         product, gpu, size = self.product, self.gpu, self.product.size
         mt, nt = self.mt, self.nt
         tiles = -(-batch * self.units_per_sample // self.units_per_block) * self.tiles
@@ -376,8 +376,9 @@ class Streamed(Pass):
         us: float = max(bounds) + 0.2 * min(bounds)
         turns = -(-each // self.blocks)
         through_registers = min(self.accesses[:2]) < 4
-        waits = turns * chunks * (LOADED_US if through_registers else COPIED_US / (self.slots - 1))
-        return 0.7 + max(us + (0.35 + 0.045 * chunks) * turns / min(together, 2), waits)
+        each_wait = LOADED_US if through_registers else gpu.rates.wait_us / min(self.slots - 1, chunks)
+        waits = turns * chunks * each_wait  # a ring asks for all chunks but one that it has room for
+        return gpu.rates.behind_us + max(us, waits) + (0.35 + 0.045 * chunks) * max(1.0, turns / min(together, 2))
 
     @property
     def details(self) -> str:
