@@ -18,6 +18,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import Ops
 from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
+from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.stack_ops import MANY, STATES, texts_of_run
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
@@ -25,6 +26,8 @@ from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products, tile
+from factorlayer.kernels.stages import Stage
+from factorlayer.kernels.tiling import predict, waits_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Product, calls, contracted_us
@@ -271,6 +274,42 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
     product, *others = products(Chain.of(LayerSpec("kronecker", (p,), (q,)), False, "identity"), dtype)
     gpu = Gpu(*LIMITS, MEMORY[605551])
     assert not others and tile(product, BATCHES[samples > 64], gpu).us_of(samples) == pytest.approx(measured, rel=0.3)
+
+
+def test_kernels_times_are_predicted() -> None:
+    """Of drawn layers that nothing was fitted to, forward, on an H100: most of them by resident passes."""
+    seed, found = 440917, []
+    rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
+    for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
+        if isinstance(workload, Block) or workload.name not in rows:
+            continue
+        chain, batch = chains(workload)[0], workload.batch
+        text, asked = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
+        made = plan_of(text, asked, class_of_batch(batch), Gpu(*LIMITS, MEMORY[50321]))
+        found.append(sum(p.us_of(batch) for p in made.passes) / rows[workload.name]["times"]["v3"]["forward"]["us"])
+    assert len(found) > 50
+    assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= 0.8
+    assert 0.9 < math.exp(sum(map(math.log, found)) / len(found)) < 1.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_terms_that_are_summed_are_put_down_once(dtype: str) -> None:
+    """Their products are made for each."""
+    for stage in (Stage(15, 15, 1, 64, 1, 2, dtype), Stage(9, 9, 15, 8, 1, 2, dtype), Stage(3, 3, 9, 64, 0, 0, dtype)):
+        (multiply, *once), (all_products, *of_three) = stage.parts(4, Gpu(*LIMITS)), stage.parts(4, Gpu(*LIMITS), 3)
+        assert all_products == pytest.approx(3 * multiply)
+        assert all(a < b < 3 * a for a, b in zip(once, of_three, strict=True))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has(waits: bool) -> None:
+    """What others hide beside one another, nothing hides of it."""
+    made = {}
+    for groups in (4, 16):
+        busy = waits_of(2 * groups) if waits else 1.0  # times those instructions take
+        made[groups] = predict(0.5, busy, 3, 2, groups, 0.0, 1, 1, Gpu(*LIMITS), waits)[0]
+    assert made[4] == pytest.approx(made[16])
+    assert waits_of(2) > 2 * waits_of(8)
 
 
 STACK = " | ".join(["tied 0 1 64 64 1; bias; relu"] * 3)

@@ -168,7 +168,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 fields = (work, stages, chunk, blocks, made, units, warps)
                 plain = [stage for stage in stages if isinstance(stage, Stage)]
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
-                products = 0.0 if odd else sum(stage.time(warps, gpu) for stage in stages) * terms
+                products = 0.0 if odd else _products_us(stages, warps, made, work.rank, gpu)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
                 fit = warps_that_fit(work, stages)
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
@@ -189,7 +189,8 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     beside_x = not in_place and not straight and len(stages) % 2 == 1
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
                     if odd:
-                        busy = terms * odd_us(plain, warps, groups, gpu) + move * waits_of(groups * warps)
+                        busy = odd_us(plain, warps, groups, gpu, made, work.rank, work.held)
+                        busy += move * waits_of(groups * warps)
                     else:
                         busy = products + move
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
@@ -238,23 +239,42 @@ def waits_of(warps: int) -> float:
     return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
 
 
-def odd_us(stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu) -> float:
-    """Microseconds of a tile where places are computed as the kernel runs: then what is issued is most of it."""
+def _products_us(stages: Stages, warps: int, made: int, rank: int, gpu: Gpu) -> float:
+    """Microseconds of a tile's stages: the last one of `rank` terms puts down their sum, for each state that is
+    made."""
+    *before, last = stages
+    us = rank * sum(stage.time(warps, gpu) for stage in before)
+    return made * (us + (last.time(warps, gpu, rank) if isinstance(last, Stage) else last.time(warps, gpu)))
+
+
+def odd_us(
+    stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu, made: int = 1, rank: int = 1, held: int = 1
+) -> float:
+    """The same where places are computed as the kernel runs: then what is issued is most of it. x is padded once, or
+    each of the states that are `held`."""
     waits = waits_of(groups * warps)
-    parts = (stage.parts(warps, gpu) for stage in stages)
-    products = sum(together(multiply, move, issue * waits) for multiply, move, issue in parts)
-    return products + waits * sum(map(beside_products, stages)) / gpu.instructions
+    last = len(stages) - 1
+    products = issued = 0.0
+    for i, stage in enumerate(stages):
+        times, terms = (made, rank) if i == last else (made * rank, 1)
+        multiply, move, issue = stage.parts(warps, gpu, terms)
+        products += times * together(multiply, move, issue * waits)
+        issued += times * of_odd_sums(stage) + (made * rank if i else held) * of_padding(stage)
+    return products + waits * issued / gpu.instructions
 
 
-def beside_products(stage: Stage) -> float:
-    """Instructions of warps for places of odd sums, and for padding."""
-    count = OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0.0
+def of_odd_sums(stage: Stage) -> float:
+    """Instructions of warps for places of odd sums."""
+    return OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0.0
+
+
+def of_padding(stage: Stage) -> float:
+    """Instructions of warps that pad the state which a stage reads."""
     rows = stage.rows * (round_up(stage.p, 8) > stage.p)
     if stage.by_rows:
-        return count + rows * OF_PADDED_ROW / 32
+        return rows * OF_PADDED_ROW / 32
     padding = stage.layout.row - stage.p * stage.layout.step
-    words = rows * padding * ELEMENT_BYTES[stage.dtype] / 16
-    return count + words * OF_PADDING / 32
+    return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
 
 
 def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = None) -> float:
@@ -402,13 +422,11 @@ def predict(
 ) -> tuple[float, tuple[float, float, float]]:
     """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
     its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
-    while the group works on the tile before. The work may have the `waits` of few warps in it already."""
+    while the group works on the tile before. The work may have the `waits` of all warps in it already: those of one
+    group by itself are longer."""
     blocks = max(gpu.sms // split, 1)
-    alone = (
-        memory
-        + busy * (1.0 if waits else (1 + 2 / (groups * warps)) * max(1.0, 4 / warps))
-        + barriers * gpu.rates.sync_us
-    )
+    slower = waits_of(warps) / waits_of(groups * warps) if waits else (1 + 2 / warps) * max(1.0, 4 / warps)
+    alone = memory + busy * slower + barriers * gpu.rates.sync_us
     busy *= 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
     made = memory, alone, max(overlapped, alone - memory * ahead)
