@@ -25,6 +25,7 @@ from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackw
 from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product import wide
 from factorlayer.kernels.product.streamed import products, tile
 from factorlayer.kernels.stages import Stage
 from factorlayer.kernels.tiling import predict, waits_of
@@ -310,6 +311,18 @@ def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has(waits: b
         made[groups] = predict(0.5, busy, 3, 2, groups, 0.0, 1, 1, Gpu(*LIMITS), waits)[0]
     assert made[4] == pytest.approx(made[16])
     assert waits_of(2) > 2 * waits_of(8)
+
+
+def test_who_splits_a_weight_waits_for_each_round_of_its_rows() -> None:
+    """Twice: for the largest number of a row, and for all of it. A round has four chunks of 64 numbers."""
+    gpu = Gpu(*LIMITS)
+    us = []
+    for p in (256, 1280):
+        (product,) = products(Chain.of(LayerSpec("kronecker", (p,), (64,)), False, "identity"), "float32")
+        made = wide.tile(product, BATCHES[1], gpu)
+        assert made is not None and made.splits
+        us.append(wide.split_us(made))
+    assert us[1] - us[0] == pytest.approx(2 * (5 - 1) * gpu.rates.wait_us)
 
 
 STACK = " | ".join(["tied 0 1 64 64 1; bias; relu"] * 3)

@@ -34,6 +34,9 @@ PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 # And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
 WHOLE_ROWS = 0.05
+# Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor, chunks that a warp has asked for
+# before it waits, and bytes of halves that all of them write in a microsecond
+SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
 
 
 @dataclass(frozen=True)
@@ -348,8 +351,17 @@ def time(plan: Wide) -> float:
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
-    split = 1.5 + plan.halves_bytes / 2e6 if plan.splits else 0  # its weight, by another pass
+    split = split_us(plan) if plan.splits else 0.0  # its weight, by another pass
     return 2.2 + split + max(busy, memory) + 0.1 * min(busy, memory)
+
+
+def split_us(plan: Wide) -> float:
+    """Microseconds of the pass that splits the weight: a warp takes a row, for its largest number and once more, and
+    waits for each round of chunks."""
+    rates = plan.gpu.rates
+    rows = -(-plan.weight_rows // (plan.gpu.sms * SPLITTING_WARPS))  # of a warp
+    rounds = -(-plan.summed * plan.chunks // SPLIT_AT_ONCE)
+    return rates.behind_us + max(2 * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES)
 
 
 def _parts_of_sectors(plan: Wide) -> float:
