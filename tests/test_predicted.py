@@ -143,7 +143,8 @@ def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) 
     batched_us = predicted.predicted(*asked).batched_us
     assert predicted.why_batched(*asked) is None
     for factor, chosen in (
-        (1.05, "fused"),
+        (0.95, "fused"),
+        (1.05, "batched"),
         (1.2, "batched"),
         (math.inf, "fused"),
     ):  # of what cannot be had, fused says why

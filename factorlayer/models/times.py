@@ -21,7 +21,6 @@ from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Ways
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import has_plan, has_plan_of_few, plan_of
-from factorlayer.tuning.predicted import MARGIN
 
 PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -64,7 +63,7 @@ def _us(spec: LayerSpec, bias: bool, dtype: str, tf32: bool, samples: int, gpu: 
     if chain.is_dense:
         return library
     fused = _fused_us(chain.tf32_text if tf32 else chain.text, dtype, samples, gpu, training)
-    return library if library * MARGIN < fused else fused
+    return min(library, fused)
 
 
 def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> float:

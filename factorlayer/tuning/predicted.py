@@ -23,7 +23,6 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import Ways
 
 EIGHT = 8  # elements of 16 bits that are moved at once
-MARGIN = 1.1  # batched has to be faster by this factor: less cannot be told apart, and fused needs less memory
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Prediction:
 
     @property
     def implementation(self) -> str:
-        return "batched" if self.batched_us * MARGIN < self.fused_us < math.inf else "fused"
+        return "batched" if self.batched_us < self.fused_us < math.inf else "fused"
 
     @property
     def why_batched(self) -> str | None:
