@@ -219,8 +219,8 @@ def run(
     try:
         if any_complex(x, weights, bias):
             x, weights, bias = all_complex(x, weights, bias, implementation, who)
-        as_given = not any_autocast()
-        if not as_given:
+        is_cast = any_autocast()
+        if is_cast:
             x, weights, bias = autocast(x, weights, bias)
         shape = x.shape
         if not shape or shape[-1] != spec.in_features:
@@ -229,8 +229,8 @@ def run(
         rows = x if is_matrix else x.reshape(-1, spec.in_features)
     except (AttributeError, RuntimeError):
         return _of_no_rows(spec, chain, x, weights, bias, implementation, who)
-    if eager and not (is_matrix and as_given):
-        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights, not as_given)
+    if eager and (is_cast or not is_matrix):
+        y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", rows, bias, weights, is_cast)
         if y is not None:
             return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
     try:
