@@ -107,9 +107,8 @@ class DenseBackward(BlockSums, Dense):
         products = PRODUCTS * sum(2 * 64 * k * n for k, n in columns) / (0.5 * self.gpu.flops[self.dtype])
         sums = 64 * sum(2 * n for _, n in columns) * 8 / 32 / self.gpu.instructions + self.packing_us
         memory = 64 * (2 * self.sizes[0][0] + self.sizes[-1][1]) * self.size / (0.9 * self.gpu.memory_bytes)
-        alone = (
-            PRODUCTS * PRODUCT_US * len(self.layers) + products + self.packing_us
-        )  # of a tile that nothing runs beside
+        # Of a tile that nothing runs beside
+        alone = PRODUCTS * PRODUCT_US * len(self.layers) + products + self.packing_us
         each = (of_value(chain.activation) + of_slope(chain.activation) for chain in self.layers)
         functions = 64 * sum(n * count for (_, n), count in zip(columns, each, strict=True))
         busy = max(products + sums, memory, functions / self.gpu.rates.special_functions)

@@ -50,9 +50,8 @@ class LayerBackward(DenseBackward):
         slopes = 128 * n * 12 / 32 / self.gpu.instructions * has_slope
         memory = 128 * (2 * p + q) * self.size / (0.9 * self.gpu.memory_bytes)
         landed = sum(n for n in (p, q) if n % 4)  # taken apart between two barriers, while nothing else runs
-        apart = (
-            2 * self.packing_us + 128 * landed * self.size / 512 * 12 / self.gpu.instructions + (0.2 if landed else 0)
-        )
+        apart = 2 * self.packing_us + 128 * landed * self.size / 512 * 12 / self.gpu.instructions
+        apart += 0.2 if landed else 0
         return START_US + rounds * max(products + slopes + apart + 0.4, memory)
 
     title = "dense layer, backward"
