@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulator.driver import Emulator
 from oracle import kronecker, monarch
-from test_chain_backward import gradients_of
+from test_chain_backward import gradients_of, right_gradients
 from test_emulator import EPS, all_gradients_of, drawing
 
 from factorlayer.device.gpu import Gpu
@@ -160,11 +160,10 @@ def check_gradients(spec: LayerSpec, inputs: tuple[int, ...], found: Plan, batch
     first, *others = np.split(x, np.cumsum(inputs)[:-1], axis=1)
     outputs, errors = emulator.run(found, kernels, first, [*weights, grad, grad[:0], *others], None, blocks=2)
     assert not errors
-    leaves = [torch.from_numpy(t).requires_grad_() for t in (x, *weights)]
-    right = [t.numpy() for t in torch.autograd.grad(naive(spec, leaves[0], leaves[1:]), leaves, torch.from_numpy(grad))]
+    of_x, *of_weights = right_gradients(spec, x, weights, grad)
     made = gradients_of(outputs, found, spec)
-    by_inputs = np.concatenate([part.ravel() for part in np.split(right[0], np.cumsum(inputs)[:-1], axis=1)])
-    for part, expected in zip(made, (by_inputs, *(t.ravel() for t in right[1:])), strict=True):
+    by_inputs = np.concatenate([t.ravel() for t in np.split(of_x.reshape(x.shape), np.cumsum(inputs)[:-1], axis=1)])
+    for part, expected in zip(made, (by_inputs, *of_weights), strict=True):
         assert np.linalg.norm(part - expected) <= 4 * EPS[dtype] * len(spec.weight_shapes) * np.linalg.norm(expected)
 
 
