@@ -66,7 +66,7 @@ def run_sharded(
     shape, of_y, whole = (*x.shape[:-1], spec.out_features), ways.of_y, _of_gradient(ways.of_y)
     if ways.chain.bias == chain.bias and ways.chain.activation == chain.activation:
         if own_bias is not None and not _is_first(mesh, of_y):
-            own_bias = _OfAnother.apply(own_bias)
+            own_bias = _OfOne.apply(own_bias, False)
         y = layer(ways.part, ways.chain, own_x, own, own_bias)
         y = _moved(y, mesh, shape, (of_y, of_y), (whole, whole), (of_y, whole))
         return _shards(y, mesh, of_y, shape)
@@ -131,27 +131,18 @@ class _Moved(Function):
         return _Moved.apply(grad, *ctx.given), None, None, None, None, None
 
 
-class _OfAnother(Function):
-    """Zeros, where another process adds the bias. The gradient is that of the sum, which all have; to what is derived
-    from it this process adds nothing again."""
+class _OfOne(Function):
+    """A bias that one process adds to its summand: zeros where another one does. The gradient is that of the sum, which
+    all have; to what is derived from it this process adds nothing again, and so on in turns."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor) -> Tensor:
-        return torch.zeros_like(bias)
+    def forward(ctx: Any, given: Tensor, adds: bool) -> Tensor:
+        ctx.adds = adds
+        return given.view_as(given) if adds else torch.zeros_like(given)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OfAll.apply(grad)
-
-
-class _OfAll(Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _OfAnother.apply(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _OfOne.apply(grad, not ctx.adds), None
 
 
 _kept = SimpleNamespace()  # where torch.compile finds what was added meanwhile, which it does not in a dict
