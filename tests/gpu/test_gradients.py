@@ -138,10 +138,10 @@ def test_rule_on_layers_drawn_at_random(
 @few
 @dtypes
 def test_sums_over_many_samples_do_not_lose_the_small_ones(case: Case, dtype: str) -> None:
-    """All of one sign, where an accumulator that truncates would drift."""
+    """All of one sign, where an accumulator that truncates would drift; small enough for float16 to hold them."""
     many = replace(case, batch=20000, activation="identity")
     drawn = draw(many, dtype)
-    check_rule(many, dtype, [replace(i, x=i.x.abs(), grad_y=i.grad_y.abs()) for i in drawn])
+    check_rule(many, dtype, [replace(i, x=i.x.abs() / 16, grad_y=i.grad_y.abs()) for i in drawn])
 
 
 # What is not finite, what is not wanted

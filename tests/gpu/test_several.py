@@ -78,7 +78,7 @@ OF_FAMILIES = [
     ("64x64 64x64", (1024, 1024, 1024, 1024), 300, torch.float32),
     ("32x24 24x32", (568, 200), 2049, torch.bfloat16),
     ("16x16 16x16 16x16", (4000, 96), 2049, torch.float32),
-    ("300x3 300x3", (450, 450), 40, torch.float64),
+    ("300x3 300x3", (45000, 45000), 40, torch.float64),
     ("8x8 512x512", (2048, 2048), 300, torch.bfloat16),
     ("monarch 32x32 32x32", (1000, 24), 300, torch.bfloat16),
     ("monarch 31x33 33x31", (1000, 23), 40, torch.float16),
