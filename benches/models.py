@@ -1,5 +1,5 @@
-"""Times GPT-2 small and ViT-B of transformers, random weights, with dense MLPs and with structured ones, and saves what
-came out: `python -m benches.models --output FILE`; `--small --device cpu` is a try.
+"""Times GPT-2 small and ViT-B of transformers, random weights, with dense MLPs and with structured ones, fused in place
+and as they are, and saves what came out: `python -m benches.models --output FILE`; `--small --device cpu` is a try.
 
 A training step is forward, loss and backward under autocast to bfloat16, and AdamW's step apart; a token is one call
 with a cache of what was before it, weights in bfloat16. On a GPU each is captured in a CUDA graph, so that launches of
@@ -24,7 +24,7 @@ import typer
 from torch import Tensor, nn
 
 from benches.machine import describe, in_words
-from factorlayer import convert
+from factorlayer import convert, fuse
 
 ROUNDS = 10
 WARM_UP = 3  # calls before a graph is captured
@@ -37,6 +37,8 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "kronecker": {"structure": "kronecker"},
     "monarch batched": {"structure": "monarch", "blocks": 4, "implementation": "batched"},
 }
+FUSED = ", fused"  # behind a subject's name: with fuse(model, inplace=True) as well
+ALL = ("dense", "monarch, fused", "kronecker, fused", "monarch", "kronecker", "monarch batched")
 FEATURES_A_RANK = 16  # of Monarch layers
 # Attention of GPT-2: where a graph is captured or compiled, transformers cannot see that sequences are not packed, and
 # make a mask, with which there is no flash attention. No masks are made for a name that is not theirs.
@@ -81,10 +83,10 @@ def main(
     small: Annotated[bool, typer.Option("--small", help="Tiny models, for a try.")] = False,
     task: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(TASKS)}; several times.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}; several times.")] = None,
-    subject: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SUBJECTS)}; several times.")] = None,
+    subject: Annotated[list[str] | None, typer.Option(help=f"Of {'; '.join(ALL)}. Several times.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Rows begin before that many have passed.")] = None,
 ) -> None:
-    for names, known in ((task, TASKS), (mode, MODES), (subject, tuple(SUBJECTS))):
+    for names, known in ((task, TASKS), (mode, MODES), (subject, ALL)):
         for name in names or []:
             if name not in known:
                 raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}")
@@ -93,7 +95,7 @@ def main(
     typer.echo("\n".join(head()))
     for row_mode in mode or MODES:
         for row_task in task or TASKS:
-            for row_subject in subject or SUBJECTS:
+            for row_subject in subject or ALL:
                 if seconds is not None and time.monotonic() - begin > seconds:
                     continue
                 rows.append(measured(row_task, row_mode, row_subject, sizes, device))
@@ -164,7 +166,7 @@ def build(task: str, sizes: Sizes) -> nn.Module:
 
 def structure(model: nn.Module, subject: str, sizes: Sizes) -> None:
     """Both layers of each MLP."""
-    settings = SUBJECTS[subject]
+    settings = SUBJECTS[subject.removesuffix(FUSED)]
     if settings.get("structure") == "monarch":
         settings = settings | {"rank": sizes.hidden // FEATURES_A_RANK}
 
@@ -174,6 +176,8 @@ def structure(model: nn.Module, subject: str, sizes: Sizes) -> None:
 
     if settings:
         convert(model, {of_mlp: settings}, initialize="fresh")
+    if subject.endswith(FUSED):
+        fuse(model, inplace=True)
 
 
 def _train(row: Row, model: nn.Module, sizes: Sizes, device: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -21,10 +21,14 @@ from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
 
 
 @overload
-def fuse(module: FactorMLP, implementation: Implementation = "auto") -> FactorMLP: ...
+def fuse(module: FactorMLP, implementation: Implementation = "auto", inplace: bool = False) -> FactorMLP: ...
 @overload
-def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsStacks: ...
-def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsStacks:
+def fuse(
+    module: nn.Module, implementation: Implementation = "auto", inplace: Literal[False] = False
+) -> RunsAsStacks: ...
+@overload
+def fuse(module: nn.Module, implementation: Implementation = "auto", *, inplace: bool) -> nn.Module: ...
+def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bool = False) -> nn.Module:
     """The module, run as stacks of its Linear and FactorLinear layers with the activations behind them.
 
     The parameters are the module's own, under their names: optimizers and checkpoints go on with either. What cannot be
@@ -32,18 +36,38 @@ def fuse(module: nn.Module, implementation: Implementation = "auto") -> RunsAsSt
     `explain()` of what is returned says what runs how. Where arguments come that the trace left out, and where the
     module has been changed since (an attribute, a part, a hook), its own forward runs, with a warning: fuse it again.
     Python's globals are those of now.
+
+    Args:
+        inplace: puts each part that can be fused into the module as what fuse returns for it, and returns the module
+            itself, whose class, methods and hooks stay; torch.compile and torch.export follow it. A module that is
+            fused as a whole has no such parts, and is returned as without.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
     chosen = implementation_name(implementation, "fuse")
     if isinstance(module, Fused):
         module = module.module
-    elif is_hooked(module):
+    if isinstance(module, FactorMLP):
+        return module
+    if inplace:
+        paths = list(piece_of(module, "", Reasons(), chosen).places())
+        if "" not in paths:
+            _put_into(module, paths, chosen)
+            return module
+    if is_hooked(module):
         raise ValueError(
             f"fuse: {type(module).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
             "and put them on what fuse returns"
         )
-    return module if isinstance(module, FactorMLP) else Fused(module, chosen)
+    return Fused(module, chosen)
+
+
+def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:
+    if not paths:
+        warnings.warn(f"fuse: nothing in {type(module).__name__} can be fused that is not yet", stacklevel=3)
+    made = [Fused(module.get_submodule(path), implementation) for path in paths]  # all, or none where one fails
+    for path, part in zip(paths, made, strict=True):
+        module.set_submodule(path, part)
 
 
 class Fused(RunsAsStacks):

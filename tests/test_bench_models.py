@@ -25,12 +25,13 @@ def test_a_try_on_a_cpu(tmp_path: Path) -> None:
     result = CliRunner().invoke(models.app, told.split(), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "m.json").read_text())["rows"]
-    assert [(row["task"], row["subject"]) for row in rows] == [(t, s) for t in models.TASKS for s in models.SUBJECTS]
+    assert [(row["task"], row["subject"]) for row in rows] == [(t, s) for t in models.TASKS for s in models.ALL]
     for row in rows:
         assert row["ms"] > 0 and row["notes"] == []
         assert (row["adamw_ms"] is not None) == row["task"].endswith("train")
-    dense, monarch, kronecker, batched = (row["parameters"] for row in rows[:4])
-    assert dense > monarch == batched > kronecker
+    found = {row["subject"]: row["parameters"] for row in rows[: len(models.ALL)]}
+    assert found["dense"] > found["monarch"] == found["monarch batched"] > found["kronecker"]
+    assert [found[f"{name}, fused"] for name in ("monarch", "kronecker")] == [found["monarch"], found["kronecker"]]
     assert models.markdown(tmp_path / "m.json")[2:] == result.stdout.splitlines()
 
 
@@ -52,12 +53,13 @@ def test_what_fails_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_implementations_of_a_monarch_layer_are_the_same_model() -> None:
     made = []
-    for subject in ("monarch", "monarch batched"):
+    for subject in ("monarch", "monarch, fused", "monarch batched"):
         torch.manual_seed(0)
         model = models.build("gpt2-train", models.SMALL)
         models.structure(model, subject, models.SMALL)
         made.append(model.state_dict())
-    assert all(torch.equal(value, made[1][name]) for name, value in made[0].items())
+    for other in made[1:]:
+        assert all(torch.equal(value, other[name]) for name, value in made[0].items())
     assert sum(name.endswith("weight_0") for name in made[0]) == 2 * models.SMALL.layers
 
 

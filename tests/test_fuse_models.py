@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from factorlayer import FactorLinear, fuse
+from factorlayer.stacks.stack import RunsAsStacks
 
 
 class Attention(nn.Module):
@@ -171,7 +172,7 @@ def test_compiled_such_a_model_is_the_same() -> None:
     torch._dynamo.reset()
     plain = Model().double().eval()
     compiled = torch.compile(fuse(plain), backend="aot_eager")
-    words = r"torch\.compile and torch\.export Model runs as it was, unfused.* as in model\.set_submodule\(\"layers\.0"
+    words = r"torch\.compile and torch\.export Model runs as it was, unfused.*; fuse\(model, inplace=True\) makes"
     with torch.no_grad():
         with pytest.warns(UserWarning, match=words):
             torch.testing.assert_close(compiled(IDS), plain(IDS))
@@ -206,8 +207,8 @@ def test_compiled_as_a_whole_such_a_model_is_the_same_and_says_what_to_do(dynami
         found = torch.autograd.grad(compiled(x, 2).square().sum(), parameters)
     torch.testing.assert_close(found, torch.autograd.grad(plain(x, 2).square().sum(), parameters))
     assert len(told) == 1  # as the graph is made
-    advice = str(told[0].message).partition("as in ")[2].partition(", and")[0]
-    exec(advice, {"model": plain, "fuse": fuse})
+    assert str(told[0].message).endswith("fuse(model, inplace=True) makes of the model's parts what they can follow")
+    assert fuse(plain, inplace=True) is plain
     graphs: list[fx.Graph] = []
 
     def keep(module: fx.GraphModule, _: object) -> Callable[..., Any]:
@@ -218,6 +219,42 @@ def test_compiled_as_a_whole_such_a_model_is_the_same_and_says_what_to_do(dynami
     found = torch.autograd.grad(compiled(x, 2).square().sum(), parameters)
     torch.testing.assert_close(found, torch.autograd.grad(plain(x, 2).square().sum(), parameters))
     assert sum(node.target is nn.functional.linear for graph in graphs for node in graph.nodes) == 1  # out
+
+
+@pytest.mark.feature("fuse: torch.compile of models that are fused in place", result="works")
+@pytest.mark.parametrize("gated", [False, True])
+def test_in_place_a_model_stays_what_it_is(gated: bool) -> None:
+    torch._dynamo.reset()
+    plain = Model(gated).double().eval()
+    model = copy.deepcopy(plain)
+    heard: list[nn.Module] = []
+    model.register_forward_hook(lambda module, _, y: heard.append(module))
+    names, parameters = list(model.state_dict()), [id(p) for p in model.parameters()]
+    assert fuse(model, inplace=True) is model and type(model) is Model
+    assert [name for name, part in model.named_modules() if isinstance(part, RunsAsStacks)] == [
+        f"layers.{i}.mlp" for i in range(3)
+    ]
+    assert list(model.state_dict()) == names and [id(p) for p in model.parameters()] == parameters
+    assert torch.equal(model.generate(IDS), plain.generate(IDS)) and heard == [model]
+    right = torch.autograd.grad(plain(IDS).square().sum(), list(plain.parameters()))
+    for each in (model, copy.deepcopy(model)):
+        torch.testing.assert_close(torch.autograd.grad(each(IDS).square().sum(), list(each.parameters())), right)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(IDS), plain(IDS))
+    with pytest.warns(UserWarning, match="nothing in Model can be fused that is not yet"):
+        assert fuse(model, inplace=True) is model
+
+
+def test_in_place_what_is_one_graph_or_has_fused_methods_is_as_without() -> None:
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    assert isinstance(fuse(whole, inplace=True), RunsAsStacks)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x, before = torch.randn(2, 5, 8), list(model.layers)
+    right = model(x)
+    assert fuse(model, inplace=True) is model
+    assert [part.module for part in model.layers] == before and len(model.layers[0].stacks) == 1
+    torch.testing.assert_close(model(x), right)
 
 
 def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:

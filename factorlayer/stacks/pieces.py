@@ -157,6 +157,11 @@ class Whole:
     def _called(self) -> str:
         return self.path.rstrip(".") or type(self.module).__name__
 
+    def places(self) -> Iterator[str]:
+        """The paths of the largest parts that fuse makes one module of."""
+        if self.stacks:
+            yield self.path.rstrip(".")
+
     def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """As torch.compile sees it, which follows a graph."""
         return self.run(self.module, given, named)
@@ -236,16 +241,16 @@ class InParts:
         """As torch.compile sees it, which cannot follow a stand-in: the module itself."""
         if self.stacks:
             frozen = any(stack.frozen is not None for stack in self.stacks.values())
-            _say_as_it_was(self._name(), next(iter(self._alone()), ""), frozen)
+            _say_as_it_was(self._name(), any(self.places()), frozen)
         return self.module(*given, **named)
 
-    def _alone(self) -> Iterator[str]:
-        """The paths of parts that could be fused by themselves."""
-        for part in self.parts.values():
-            if isinstance(part, InParts):
-                yield from part._alone()
-            elif part.stacks:
-                yield part.path.rstrip(".")
+    def places(self) -> Iterator[str]:
+        """The same of its parts, or its own, if methods of its are fused."""
+        if self.methods:
+            yield self.path.rstrip(".")
+        else:
+            for part in self.parts.values():
+                yield from part.places()
 
     def _name(self) -> str:
         return self.path.rstrip(".") or type(self.module).__name__
@@ -279,13 +284,12 @@ class Part(nn.Module):
         return piece.compiled(given, named) if is_compiling() else twin(*given, **named)
 
 
-def _say_as_it_was(name: str, part: str, frozen: bool) -> None:
+def _say_as_it_was(name: str, in_parts: bool, frozen: bool) -> None:
     warnings.warn(
         f"fuse: under torch.compile and torch.export {name} runs as it was, unfused"
         + ", with its parameters as they are and not as they were frozen" * frozen
         + ": they cannot follow a forward of which only parts are fused"
-        + f'; fuse these by themselves, as in model.set_submodule("{part}", fuse(model.get_submodule("{part}"))), and '
-        "compile that model" * bool(part),
+        + "; fuse(model, inplace=True) makes of the model's parts what they can follow" * in_parts,
         stacklevel=2,
     )
 
