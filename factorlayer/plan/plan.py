@@ -6,6 +6,7 @@ planner.py finds it; csrc/runtime reads its text.
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
@@ -18,6 +19,11 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
 BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
+
+
+def words(name: str) -> str:
+    """A class's name as Python's functions are named."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 class PlanError(ValueError):
@@ -79,7 +85,7 @@ class Plan:
             read, written = self._buffers(i)
             beside, weight = p.beside
             read += f"+{beside}@{weight}" if beside else ""
-            name = f"factorlayer_{self.dtype}_{i}"
+            name = f"factorlayer_{words(type(p).__name__)}_{self.dtype}_{i}"  # as profilers show it
             code = p.source(name)
             lines.append(
                 f"pass {read} {written} {p.threads} {p.shared} {p.units_per_sample} {p.units_per_block} "
