@@ -1,4 +1,4 @@
-"""Two processes of one group over gloo on this machine, each of which runs a function."""
+"""Two processes of one group on this machine, over gloo or NCCL, each of which runs a function."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -17,15 +18,18 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def run(one_rank: Callable[..., None], folder: Path, *arguments: object) -> None:
+def run(one_rank: Callable[..., None], folder: Path, *arguments: object, backend: str = "gloo") -> None:
     """Calls it in each process, with its rank and the arguments."""
-    mp.start_processes(in_group, (one_rank, str(folder / "store"), *arguments), RANKS, start_method="forkserver")
+    given = (one_rank, backend, str(folder / "store"), *arguments)
+    mp.start_processes(in_group, given, RANKS, start_method="forkserver")
 
 
-def in_group(rank: int, one_rank: Callable[..., None], store: str, *arguments: object) -> None:
+def in_group(rank: int, one_rank: Callable[..., None], backend: str, store: str, *arguments: object) -> None:
     """Processes that find nothing wrong wait for each other and end at once: taking a group apart waits, with Python's
     lock, for a thread of gloo's, and that thread may be waiting for the lock."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
     one_rank(rank, *arguments)
     ended = dist.FileStore(f"{store}-ended", RANKS)
     ended.set(str(rank), "")
