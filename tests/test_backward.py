@@ -25,7 +25,8 @@ from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
-from factorlayer.kernels.gradient import SUM_BYTES, Gradient, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
+from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.product.turn import Turn
@@ -727,7 +728,7 @@ def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype:
 
 @dtypes
 def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str) -> None:
-    """Where that is a kernel of clusters: elsewhere it has one of its own."""
+    """Where that is a kernel of clusters, of few samples."""
     chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
     both = replace(chain, bias=True)
     assert Chain.parse(both.text) == both and "; bias; backward" in both.text
@@ -735,8 +736,9 @@ def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str
     assert isinstance(alone, PairClusterBackward) and only == replace(alone, bias=True)
     assert only.split == alone.split + only.cluster and only.made == alone.made + 1024
     for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80)):
-        with pytest.raises(PlanError, match="the bias's among them"):
-            plan(both, dtype, batch, Gpu.of(arch))
+        if arch == 80 or dtype not in ("bfloat16", "float16"):  # where who copies sums
+            with pytest.raises(PlanError, match="the bias's among them"):
+                plan(both, dtype, batch, Gpu.of(arch))
 
     def fits(asked: Chain) -> bool:
         return asked in (chain, both)
@@ -748,6 +750,18 @@ def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str
     for rest in ("bias; gelu; backward", "bias; backward; turn 1 32 32", "backward; bias", "bias; bias; backward"):
         check_refused(f"tied 1 32 32 32 1; tied 0 1 32 32 32; {rest}", "wrong place")
     check_refused("turned; untied 0 1 2 2 2; bias; backward", "wrong place")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_many_samples_who_copies_grad_y_sums_it_as_well(dtype: str) -> None:
+    """Of a unit that is a sample."""
+    chain, gpu = replace(all_gradients_of(kronecker((64, 64), (64, 64))), bias=True), Gpu.of(90)
+    first, adding = plan(chain, dtype, BATCHES[2], gpu).passes
+    assert isinstance(first, Pair16Backward) and first.bias and isinstance(adding, Reduction)
+    assert adding.of.weights == first.weights == 3 * 64 * 64
+    several = replace(all_gradients_of(kronecker((3, 64, 64), (3, 64, 64))), bias=True)
+    with pytest.raises(PlanError, match="the bias's among them"):
+        plan(several, dtype, BATCHES[2], gpu)
 
 
 def test_kernels_ask_for_what_they_read_before_they_wait() -> None:

@@ -895,6 +895,18 @@ def test_all_gradients_at_once(
     check_all_gradients_of(spec, found, batch, emulator)
 
 
+@pytest.mark.parametrize("sizes", [((64, 64), (64, 64)), ((33, 40), (46, 24)), ((24, 56), (64, 40))], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_all_gradients_with_a_biass(
+    sizes: tuple[tuple[int, int], tuple[int, int]], dtype: str, emulator: Emulator
+) -> None:
+    spec = kronecker(*sizes)
+    of_weights = gradients_by("Pair16Backward", spec, dtype, LARGE, replace(Gpu.of(90), sms=2))
+    both = of_weights.passes[0].with_bias()
+    chain = replace(of_weights.chain, bias=True)
+    check_all_gradients_of(spec, replace(of_weights, chain=chain, passes=(both, *both.finishing)), 9, emulator)
+
+
 def check_all_gradients_of(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
     """And infinite where they have to be, which is for no other sample."""
     kernels, dtype = emulator.compile(found), found.dtype

@@ -72,17 +72,34 @@ def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
 
 
 def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    if chain.bias:  # by the kernel that is the fastest without it, if it can
-        (first, *_) = all_gradients(replace(chain, bias=False), dtype, batch, gpu)
-        with_bias = first.with_bias()
-        if with_bias is None:
-            raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
-        return (with_bias,)
+    if not chain.bias:
+        return min(_all_gradients(chain, dtype, batch, gpu), key=sum_us)
+    # What has a plan for some samples has one for many as well.
+    classes = BATCHES[1:] if batch > BATCHES[0] else ()
+    found = [_with_bias(chain, dtype, each, gpu) for each in (batch, *classes)]
+    if not all(found):
+        raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
+    return found[0]
+
+
+@functools.lru_cache(256)
+def _with_bias(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """By one kernel, if that is predicted to be no slower than the others with another one for the bias's."""
+    plain = _all_gradients(replace(chain, bias=False), dtype, batch, gpu)
+    alone = [first for first, *rest in plain if tuple(rest) == first.finishing]
+    both = [(each, *each.finishing) for first in alone if (each := first.with_bias())]
+    apart = sum_us(min(plain, key=sum_us)) + sum_us(sums(Chain((), sums=chain.out_features), dtype, batch, gpu))
+    return min((passes for passes in both if sum_us(passes) <= apart), key=sum_us, default=())
+
+
+@functools.lru_cache(256)
+def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], ...]:
+    """Ways, one at least."""
     ways_back = _of_inputs(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
-    found = [*ways_back, *_by_visits(chain, dtype, batch, gpu)]
+    found = (*ways_back, *_by_visits(chain, dtype, batch, gpu))
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
-    return min(found, key=lambda passes: sum(p.us for p in passes))
+    return found
 
 
 def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pass, ...]]:

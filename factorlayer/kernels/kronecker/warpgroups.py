@@ -29,6 +29,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     us: float = 0.0
     inputs: Inputs | None = None
     singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
+    bias: bool = False  # whether sums of grad_y are made as well, behind those of weights
 
     dtypes: ClassVar[tuple[str, ...]] = ()
     largest: ClassVar[int] = 64  # of a size
@@ -37,7 +38,8 @@ class ByWarpgroups(OfTwoModes, BlockSums):
 
     @property
     def weights(self) -> int:
-        return self.singles + super().weights
+        _, _, q0, q1 = self.sizes
+        return self.singles + super().weights + self.bias * q0 * q1
 
     def is_others(self, missing: int, padding: int) -> bool:
         return not padding and missing == self.most * self.singles * SUM_BYTES[self.dtype]

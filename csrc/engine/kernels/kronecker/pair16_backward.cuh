@@ -9,6 +9,7 @@
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
 //       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
 //       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
+//       BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a sample;
 //       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0; Source and
 //       Sink: void, or Several, the tensors that X and dX are
 #pragma once
@@ -24,7 +25,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
   using Products::params, Products::lane, Products::warpgroup, Products::first, Products::d_t;
   static constexpr int SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
   static constexpr int kSlot = 2 * kSlab, kBarrierBytes = 1024, kThreads = kConsumers + 128;
-  static constexpr int kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kWeights = Q0 * P0 + Q1 * P1, kSums = kWeights + (Pass::BIAS ? Q0 * Q1 : 0);
   static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(AHEAD < SLOTS && Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
@@ -49,7 +50,10 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
     part_ways<GROUPS, Pass::REGISTERS, Pass::COPY_REGISTERS>(warpgroup, [&] { consume(); }, [&] { produce(); });
   }
 
+  // Who copies adds up, of its own pieces, what has arrived.
   DEVICE void produce() const {
+    const CopiedSums<Products, Q0, Q1, 128> copied(ring.at(SLOTS));
+    if constexpr (Pass::BIAS) copied.clear();
     const void* grad = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
     const auto x = source_of<typename Pass::Source, Element>(params);
     const auto* g = static_cast<const Element*>(grad);
@@ -63,10 +67,12 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       commit_copies();
       if (position >= AHEAD) {
         wait_for_copies<AHEAD>();
-        fence_copy_engine();
-        arrive(ring.full((position - AHEAD) % SLOTS));
+        const u32 slot = (position - AHEAD) % SLOTS;
+        if constexpr (Pass::BIAS) copied.add(ring.at(slot) + kSlab);
+        ring.hand_over(slot);
       }
     }
+    if constexpr (Pass::BIAS) copied.store(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums + kWeights);
   }
 
   DEVICE void consume() {
