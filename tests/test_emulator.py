@@ -902,7 +902,7 @@ def test_all_gradients_with_a_biass(
 ) -> None:
     spec = kronecker(*sizes)
     of_weights = gradients_by("Pair16Backward", spec, dtype, LARGE, replace(Gpu.of(90), sms=2))
-    both = of_weights.passes[0].with_bias()
+    both = of_weights.passes[0].with_bias(LARGE)
     chain = replace(of_weights.chain, bias=True)
     check_all_gradients_of(spec, replace(of_weights, chain=chain, passes=(both, *both.finishing)), 9, emulator)
 

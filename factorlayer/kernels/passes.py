@@ -193,8 +193,8 @@ class Pass:
         """Predicted microseconds for another number of samples than its tiling was chosen for."""
         raise NotImplementedError
 
-    def with_bias(self) -> Pass | None:
-        """The same, if it makes all gradients alone, and a bias's as well; None where it cannot."""
+    def with_bias(self, batch: int) -> Pass | None:
+        """The same, if it makes all gradients alone, and a bias's as well, of so many samples; None where it cannot."""
         return None
 
     # What it leaves, for the emulator, which runs passes one by one

@@ -1,7 +1,6 @@
 // States of 16 bits in shared memory as Hopper's matrix unit reads them, with k or with m and n contiguous: slabs of 64 columns,
 // each of HEIGHT rows of 128 bytes, which come by asynchronous copies of 16 bytes.
 #pragma once
-#include "finish/sums.cuh"
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
@@ -82,36 +81,23 @@ template <class Element, int HEIGHT> struct Slabs {
   }
 };
 
-// Sums of what Slabs::copy brings time after time, by the threads that copy: each has those of its own pieces, in shared memory,
-// as who copies has few registers.
+// Sums of what Slabs::copy brings time after time, by the threads that copy: each has those of its own pieces.
 template <class Slabs, int ROWS, int COLUMNS, int THREADS> struct CopiedSums {
   static constexpr int kPieces = ROWS * COLUMNS / 8, kEach = ceil_div(kPieces, THREADS);
-  const u32 memory, thread;
+  float sums[kEach][8] = {};
 
-  DEVICE explicit CopiedSums(u32 memory) : memory(memory), thread(threadIdx.x % THREADS) {}
-
-  // By of(piece, where four sums of its half lie, half)
-  template <class Of> DEVICE void each_half(const Of& of) const {
-    ROLL for (int i = 0; i < 2 * kEach; ++i)
-      if (i / 2 * THREADS + thread < kPieces) of(i / 2 * THREADS + thread, memory + (i * THREADS + thread) * 16, i % 2);
-  }
-  DEVICE void clear() const {
-    each_half([](u32, u32 sums, int) { store_u32x4(sums, {}); });
-  }
-  DEVICE void add(u32 from) const {
-    each_half([&](u32 piece, u32 sums, int half) {
-      const auto x = load_words<8>(from + Slabs::place(piece / (COLUMNS / 8), piece % (COLUMNS / 8) * 8) + half * 8);
-      float sum[4];
-      get_sums(sums, sum);
-      UNROLL for (int e = 0; e < 4; ++e) sum[e] += widen(reinterpret_cast<const typename Slabs::Element*>(&x)[e]);
-      put_sums(sums, sum);
-    });
+  DEVICE void add(u32 from) {
+    UNROLL for (int i = 0; i < kEach; ++i) {
+      const int piece = i * THREADS + threadIdx.x % THREADS;
+      u32 x[4] = {};
+      if (piece < kPieces) load_u32x4(from + Slabs::place(piece / (COLUMNS / 8), piece % (COLUMNS / 8) * 8), x);
+      UNROLL for (int e = 0; e < 8; ++e) sums[i][e] += widen(reinterpret_cast<const typename Slabs::Element*>(x)[e]);
+    }
   }
   DEVICE void store(float* to) const {
-    each_half([&](u32 piece, u32 sums, int half) {
-      float sum[4];
-      get_sums(sums, sum);
-      UNROLL for (int e = 0; e < 4; ++e) store_global(to + piece * 8 + half * 4 + e, sum[e]);
-    });
+    UNROLL for (int i = 0; i < kEach; ++i) {
+      const int piece = i * THREADS + threadIdx.x % THREADS;
+      if (piece < kPieces) UNROLL for (int e = 0; e < 8; ++e) store_global(to + piece * 8 + e, sums[i][e]);
+    }
   }
 };

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.gradient import SUM_BYTES
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
 from factorlayer.kernels.passes import fastest
-from factorlayer.kernels.work import Inputs, Mode, round_up
+from factorlayer.kernels.work import Inputs, Mode
 
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
+MOST_SUMS = 112  # of a thread that multiplies, in 144 registers without spills
 UNIT_US = 0.9  # of a group, from a unit's first product to its store
 
 
@@ -21,14 +21,26 @@ class Pair16Backward(ByWarpgroups):
     """A pass, tiled. `us` is the time predicted."""
 
     dtypes = ("bfloat16", "float16")
-    groups = 3
     slots = 6
     ahead = 2  # units on their way from memory; more are slower
-    copy_registers, registers = 32, 160  # of a thread, by what its warpgroup does
 
-    def with_bias(self) -> Pair16Backward | None:
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply: two where three have no room for sums of units beside those of who copies."""
+        _, p1, q0, q1 = self.rounded
+        return 2 if self.bias and (p1 + q0) // 2 + q1 > MOST_SUMS else 3
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that copies, and maybe adds up what it has copied, and of one that multiplies."""
+        return ((64, 144) if self.groups == 3 else (104, 200)) if self.bias else (32, 160)
+
+    def with_bias(self, batch: int) -> Pair16Backward | None:
         """Sums of grad_y as well, of which a block has those of a sample: where that is one unit."""
-        return replace(self, bias=True) if self.units_per_sample == 1 and not self.merged else None
+        if self.units_per_sample > 1 or self.merged:
+            return None
+        both = replace(self, bias=True)
+        return replace(both, us=both.us_of(batch))
 
     @property
     def threads(self) -> int:
@@ -36,9 +48,7 @@ class Pair16Backward(ByWarpgroups):
 
     @property
     def shared(self) -> int:
-        _, _, q0, q1 = self.sizes
-        sums = self.bias * round_up(q0 * q1, 8 * 128) * SUM_BYTES[self.dtype]  # whole pieces of who copies
-        return BARRIER_BYTES + (2 + 2 * self.slots + self.groups) * SLAB + sums
+        return BARRIER_BYTES + (2 + 2 * self.slots + self.groups) * SLAB
 
     @property
     def details(self) -> str:
@@ -47,7 +57,7 @@ class Pair16Backward(ByWarpgroups):
     @property
     def numbers(self) -> dict[str, int]:
         found = {"SLOTS": self.slots, "AHEAD": self.ahead, "GROUPS": self.groups, "SINGLES": self.singles}
-        found |= {"COPY_REGISTERS": self.copy_registers, "REGISTERS": self.registers}
+        found |= dict(zip(("COPY_REGISTERS", "REGISTERS"), self.registers, strict=True))
         return found | {"BIAS": self.bias}
 
     def units_us(self, units: int) -> float:

@@ -51,7 +51,7 @@ class PairClusterBackward(OfTwoModes):
     def threads(self) -> int:
         return 32 * self.warps * self.groups
 
-    def with_bias(self) -> PairClusterBackward:
+    def with_bias(self, batch: int) -> PairClusterBackward:
         return replace(self, bias=True)
 
     def outputs(self, batch: int) -> tuple[int, ...]:

@@ -52,8 +52,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
 
   // Who copies adds up, of its own pieces, what has arrived.
   DEVICE void produce() const {
-    const CopiedSums<Products, Q0, Q1, 128> copied(ring.at(SLOTS));
-    if constexpr (Pass::BIAS) copied.clear();
+    CopiedSums<Products, Q0, Q1, 128> copied;
     const void* grad = Pass::SINGLES > 0 ? params.y : params.weights[Pass::GRAD];
     const auto x = source_of<typename Pass::Source, Element>(params);
     const auto* g = static_cast<const Element*>(grad);
