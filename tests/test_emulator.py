@@ -125,6 +125,12 @@ CASES = [
     Case(monarch((3, 10), (8, 3), rank=5), "float64", 3, SMALL, 80),
     Case(monarch((41, 40), (40, 2), rank=40), "tf32", 20, SMALL),
     Case(monarch((3, 21), (9, 5), rank=3), "bfloat16", 150, MEDIUM),
+    # Few, of one factor
+    Case(kronecker((269,), (74,)), "tf32", 1, SMALL),
+    Case(kronecker((513,), (130,)), "float16", 12, SMALL),
+    Case(kronecker((513,), (77,)), "bfloat16", 5, SMALL, 80, activation=LEARNED),
+    Case(kronecker((130,), (77,)), "float64", 17, SMALL),
+    Case(kronecker((240,), (40,)), "float32", 33, SMALL, 80),
     # Pair: every dtype, one and several parts and groups, with a mode before the two
     Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL),
     Case(kronecker((32, 24), (40, 24)), "tf32", 30, MEDIUM),

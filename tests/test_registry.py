@@ -92,8 +92,9 @@ def test_a_record_takes_all_that_its_family_has_kernels_for(monkeypatch: pytest.
         found = way(self, about, asked, told)
         monkeypatch.setattr(Takes, "admits", admits)
         if found:
-            # few has another record for more samples
-            records = [f for f in (*FAMILIES, *product.OF_PRODUCT_OF_SOME) if f.name == self.name]
+            # few has other records, for more samples and for dense layers
+            others = *product.OF_PRODUCT_OF_SOME, *product.OF_FEW_DENSE
+            records = [f for f in (*FAMILIES, *others) if f.name == self.name]
             seen.add((self.name, any(admits(record.takes, about) for record in records)))
         return found if admits(self.takes, about) else ()
 

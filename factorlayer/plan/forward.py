@@ -16,7 +16,7 @@ from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
 from factorlayer.plan.registry.monarch import OF_MONARCH, WHOLE
-from factorlayer.plan.registry.product import OF_SCALED_PRODUCT
+from factorlayer.plan.registry.product import OF_FEW_DENSE, OF_SCALED_PRODUCT
 from factorlayer.plan.registry.stack import OF_DENSE_LAYER
 from factorlayer.plan.works import least_us, tile_all
 
@@ -66,11 +66,14 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[Offer]:
     """The fastest of those that take both contractions of a Monarch layer, unless few samples have a family by itself,
-    and of those that take a dense layer as a stack of one, unless samples are few."""
+    and of those that take a dense layer: of few samples by itself, of more as a stack of one."""
     if batch > BATCHES[0] or not family_of(best.passes[0]).alone:
         yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
-    if chain.is_dense and not chain.turn and not chain.x_turned and batch > BATCHES[0]:
-        yield from _first(offers(OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
+    if chain.is_dense and not chain.turn and not chain.x_turned:
+        if batch > BATCHES[0]:
+            yield from _first(offers(OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
+        else:
+            yield from _first(offers(OF_FEW_DENSE, *products(chain, dtype), batch, gpu, first=True, last=True))
 
 
 def _first(offers: Iterator[Offer]) -> list[Offer]:

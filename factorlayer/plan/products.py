@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import BATCHES
@@ -32,10 +33,13 @@ def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
 
 
 def class_us(passes: Sequence[Pass], batch: int) -> float:
-    """What passes are predicted to take for the class of batches that a number of samples stands for: the largest has
-    no end, and counts for that number and for MANY_MORE times as many."""
+    """What passes are predicted to take for the class of batches that a number of samples stands for: the smallest
+    counts for that number and for its largest, the last one, which has no end, for that and for MANY_MORE times as
+    many."""
     us = sum_us(passes)
-    return us if batch < BATCHES[-1] else math.sqrt(us * sum_us(passes, MANY_MORE * batch))
+    if BATCHES[0] < batch < BATCHES[-1]:
+        return us
+    return math.sqrt(us * sum_us(passes, MOST_SAMPLES if batch <= BATCHES[0] else MANY_MORE * batch))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

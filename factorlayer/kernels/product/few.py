@@ -1,4 +1,5 @@
-"""Passes of few samples for an untied contraction, and for all gradients of two: few.cuh, tiles and source.
+"""Passes of few samples for an untied contraction or a dense layer, and for all gradients of two: few.cuh, tiles and
+source.
 
 What counts is how soon all of a weight is on its way, and how few kernels wait for each other.
 """
@@ -180,7 +181,10 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
     too."""
     batches = batches_of(product, batch)
     p = product
-    if p.contraction.tied or p.x_step > 1 or p.terms > 1 or p.reads_beside:
+    c = p.contraction
+    if c.tied and (c.outer * c.inner > 1 or batch > MOST_SAMPLES):
+        return None
+    if p.x_step > 1 or p.terms > 1 or p.reads_beside:
         return None
     samples = SAMPLES if batches[-1] > MOST_SAMPLES else SAMPLES[-1:]
     tilings = _tilings(product, gpu, samples, first, last)
