@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
 from forked import python
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from factorlayer import adapters
-from factorlayer.adapters import products
+from factorlayer.adapters import added, linears, products, ways
 from factorlayer.adapters.record import Record
 
 SIZES = [
@@ -37,17 +42,24 @@ def matrix(first: Tensor, second: list[Tensor]) -> Tensor:
     return torch.kron(first, second[0] if len(second) == 1 else second[0] @ second[1])
 
 
+def ways_of(first: Tensor, second: list[Tensor]) -> list[ways.Way]:
+    """All that there are for these factors, on a CPU and on a GPU."""
+    asked = tuple(first.shape), *(tuple(half.shape) for half in second)
+    return [way for on_cpu in (True, False) for way in ways._ways(on_cpu, 1, *asked) if way is not None]
+
+
 @whole
 @sizes
 @pytest.mark.parametrize("behind", [0, 1, 2])
-@pytest.mark.parametrize("by_chain", [True, False])
+@pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_product_and_its_gradients(
-    size: tuple[tuple[int, int], tuple[int, int, int]], is_whole: bool, behind: int, by_chain: bool,
+    size: tuple[tuple[int, int], tuple[int, int, int]], is_whole: bool, behind: int, on_cpu: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    if not by_chain:
-        monkeypatch.setattr(products, "_is_by_chain", lambda x: False)
     first, second = factors(size, is_whole)
+    if not on_cpu:
+        monkeypatch.setattr(ways, "is_by_chain", lambda x: False)
+        monkeypatch.setattr(products, "way_of", lambda *_: ways_of(first, second)[-1])
     into = matrix(first, second).shape[1]
     x = drawn(2, 3, into, *(4, 5)[:behind])
     leaves = [x, first, *second]
@@ -60,27 +72,148 @@ def test_a_product_and_its_gradients(
     )
 
 
+@whole
 @sizes
-def test_two_plain_products_are_differentiated_twice(size: tuple[tuple[int, int], tuple[int, int, int]]) -> None:
-    first, second = factors(size, is_whole=False)
-    x = drawn(3, matrix(first, second).shape[1])
-    leaves = (x, first, *second)
-    assert torch.autograd.gradcheck(products._AsTwo.apply, leaves)
-    assert torch.autograd.gradgradcheck(products._AsTwo.apply, leaves)
-    mapped = torch.func.vmap(lambda row: products._as_two(row, first, *second))(x)
-    torch.testing.assert_close(mapped, products._as_two(*leaves), rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize(
+    ("leading", "bias", "scale", "is_first_whole"),
+    [((3,), True, 1, True), ((2, 3), False, 0.7, False), ((), True, 2, False)],
+)
+def test_a_layer_and_what_is_added_in_one_step(
+    size: tuple[tuple[int, int], tuple[int, int, int]], is_whole: bool, leading: tuple[int, ...], bias: bool,
+    scale: float, is_first_whole: bool,
+) -> None:  # fmt: skip
+    w1, second = factors(size, is_whole)
+    first = [w1] if is_first_whole else [drawn(w1.shape[0], 2), drawn(2, w1.shape[1])]
+    w1 = w1 if is_first_whole else first[0] @ first[1]
+    out, into = matrix(w1, second).shape
+    base = nn.Linear(into, out, bias=bias).double().requires_grad_(False)
+    x, leaves = drawn(*leading, into), [*first, *second]
+    right = base(x) + scale * x @ matrix(w1, second).mT
+    grad_y = torch.randn_like(right)
+    expected = torch.autograd.grad(right, [x, *leaves], grad_y)
+    for way in ways_of(w1, second):
+        y = added.Added.apply(way, len(first), scale, x, base.weight, base.bias, *first, *second)
+        torch.testing.assert_close(y, right, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(torch.autograd.grad(y, [x, *leaves], grad_y), expected, rtol=1e-11, atol=1e-11)
 
 
+@whole
+@sizes
+def test_what_is_added_is_differentiated_twice(
+    size: tuple[tuple[int, int], tuple[int, int, int]], is_whole: bool
+) -> None:
+    first, second = factors(size, is_whole)
+    out, into = matrix(first, second).shape
+    base, x = nn.Linear(into, out).double().requires_grad_(False), drawn(2, into)
+    for way in ways_of(first, second):
+
+        def run(x: Tensor, *halves: Tensor, way: ways.Way = way) -> Tensor:
+            return added.add(way, 1, 0.5, x, base.weight, base.bias, *halves)
+
+        leaves = (x, first, *second)
+        assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+        y = run(*leaves)
+        vectors = torch.randn(3, *y.shape, dtype=y.dtype)
+        found = torch.autograd.grad(y, leaves, vectors, retain_graph=True, is_grads_batched=True)
+        one_by_one = [torch.autograd.grad(y, leaves, vector, retain_graph=True) for vector in vectors]
+        for batched, alone in zip(found, zip(*one_by_one, strict=True), strict=True):
+            torch.testing.assert_close(batched, torch.stack(alone), rtol=1e-11, atol=1e-11)
+
+
+@whole
 @pytest.mark.parametrize("given", [0, 1, 2, 3])
-def test_gradients_that_nobody_wants_are_not_made(given: int) -> None:
-    first, second = factors(SIZES[0], is_whole=False)
+def test_gradients_that_nobody_wants_are_not_made(given: int, is_whole: bool) -> None:
+    first, second = factors(SIZES[0], is_whole)
     tensors = [drawn(3, matrix(first, second).shape[1]), first, *second]
+    given = min(given, len(tensors) - 1)
     tensors = [tensor if i == given else tensor.detach() for i, tensor in enumerate(tensors)]
-    y = products._AsTwo.apply(*tensors)
     right = tensors[0] @ matrix(tensors[1], tensors[2:]).mT
-    torch.testing.assert_close(
-        torch.autograd.grad(y.sum(), tensors[given]), torch.autograd.grad(right.sum(), tensors[given])
-    )
+    for way in ways_of(first, second):
+        y = added.add(way, 1, 1, tensors[0], None, None, *tensors[1:])
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sum(), tensors[given]),
+            torch.autograd.grad(right.sum(), tensors[given], retain_graph=True),
+        )
+
+
+@sizes
+@pytest.mark.parametrize("of_x", [True, False])
+def test_gradients_step_by_step(
+    size: tuple[tuple[int, int], tuple[int, int, int]], of_x: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of sizes that no plan of a GPU makes at once, in either order."""
+    monkeypatch.setattr(ways, "_has_no_plan", lambda chain, x: True)
+    first, (second,) = factors(size, is_whole=True)
+    for w1, w2 in ((first, second), (second, first)):
+        (way, _) = ways._ways(True, 1, tuple(w1.shape), tuple(w2.shape))
+        x = drawn(3, way.sizes[1]).requires_grad_(of_x)
+        leaves = [x, w1, w2] if of_x else [w1, w2]
+        y, right = added.add(way, 1, 1, x, None, None, w1, w2), x @ torch.kron(w1, w2).mT
+        grad_y = torch.randn_like(right)
+        torch.testing.assert_close(
+            torch.autograd.grad(y, leaves, grad_y), torch.autograd.grad(right, leaves, grad_y), rtol=1e-11, atol=1e-11
+        )
+
+
+LINEAR = nn.Linear(12, 20).double().requires_grad_(False)
+X = torch.randn(3, 12, dtype=torch.float64)
+
+
+def with_hook() -> nn.Module:
+    base = copy.deepcopy(LINEAR)
+    base.register_forward_hook(lambda *_: None)
+    return base
+
+
+def with_forward() -> nn.Module:
+    base = copy.deepcopy(LINEAR)
+    base.forward = lambda x: x
+    return base
+
+
+def test_layers_that_are_watched() -> None:
+    assert not linears.is_watched(LINEAR)
+    assert linears.is_watched(with_hook()) and linears.is_watched(with_forward())
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert linears.is_watched(LINEAR)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("base", "x", "around"),
+    [
+        pytest.param(copy.deepcopy(LINEAR).requires_grad_(True), X, nullcontext, id="trained"),
+        pytest.param(copy.deepcopy(LINEAR).float(), X, nullcontext, id="another dtype"),
+        pytest.param(nn.Bilinear(12, 2, 20), X, nullcontext, id="another layer"),
+        pytest.param(LINEAR, X[:, :6], nullcontext, id="features"),
+        pytest.param(LINEAR, X[:0], nullcontext, id="no rows"),
+        pytest.param(LINEAR, X.to_sparse(), nullcontext, id="sparse"),
+        pytest.param(LINEAR, X, lambda: torch.autocast("cpu", torch.bfloat16), id="autocast"),
+        pytest.param(LINEAR, X, forward_ad.dual_level, id="forward mode"),
+    ],
+)
+def test_what_is_not_usual_is_left_to_the_layer(
+    base: nn.Module, x: Tensor, around: Callable[[], AbstractContextManager[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SMALL_MATRIX", 0)
+    first, second = [drawn(4, 3)], [drawn(5, 4)]
+    assert linears.added(LINEAR, X, first, second, 1) is not None
+    with around():
+        assert linears.added(base, x, first, second, 1) is None
+    mapped = torch.func.vmap(lambda x: torch.tensor(linears.added(LINEAR, x, first, second, 1) is None))(X)
+    assert mapped.all()
+
+
+def test_what_is_added_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SMALL_MATRIX", 0)
+    first, second = [drawn(4, 3)], [drawn(5, 4)]
+    x = torch.stack([X, X]).requires_grad_()
+    y = linears.added(LINEAR, x, first, second, 1)
+    assert y is not None
+    right = torch.relu(LINEAR(x) + x @ torch.kron(*first, *second).mT)
+    torch.testing.assert_close(nn.ReLU(inplace=True)(y), right, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(right.sum(), x))
 
 
 def test_columns_behind_all_factors() -> None:
@@ -97,8 +230,8 @@ def test_columns_behind_all_factors() -> None:
 
 def test_halves_are_contracted_where_that_takes_fewer_multiply_adds() -> None:
     # 32·32 by 32·32: 2 · 32³ by factors; 3 · 8 · 32² by halves
-    assert products.multiply_adds((32, 32), (32, 8), (8, 32)) == (65536, 24576)
-    together, apart = products.multiply_adds((4, 4), (4, 3), (3, 4))
+    assert ways.multiply_adds((32, 32), (32, 8), (8, 32)) == (65536, 24576)
+    together, apart = ways.multiply_adds((4, 4), (4, 3), (3, 4))
     assert apart > together
 
 

@@ -9,6 +9,7 @@ from peft.tuners.lokr import layer as theirs
 from torch import Tensor, nn
 
 from factorlayer.adapters.convolutions import places, why_no_matrix
+from factorlayer.adapters.linears import added, is_watched
 from factorlayer.adapters.parts import Parts
 from factorlayer.adapters.products import is_faster_made, product
 
@@ -51,7 +52,25 @@ class Ours:
 
 
 class Linear(Ours, theirs.Linear):
-    pass
+    def forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:
+        y = None if args or named else self._at_once(x)
+        return super().forward(x, *args, **named) if y is None else y
+
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """What their forward returns, in one step of autograd; None where it is not one active adapter's alone."""
+        names = self._active_adapter
+        if self._disable_adapters or self.merged_adapters or (type(names) is not str and len(names) != 1):
+            return None
+        adapter = names if type(names) is str else names[0]
+        training, modules = self.training, self._modules
+        first, second = _halves(modules, "lokr_w1", adapter), _halves(modules, "lokr_w2", adapter)
+        if not (first and second) or (training and (self.rank_dropout[adapter] or self.module_dropout[adapter])):
+            return None
+        base = modules["base_layer"]
+        y = None if is_watched(base) else added(base, x, first, second, self.scaling[adapter])
+        if y is not None and training:
+            torch.rand(1)  # which they draw for the dropout of modules, so that what is drawn next is the same
+        return y
 
 
 class Conv1d(Ours, theirs.Conv1d):
@@ -81,6 +100,15 @@ def parts_of(layer: Any) -> list[Parts]:
         tensors = {name: getattr(layer, name)[adapter] for name in NAMES if adapter in getattr(layer, name)}
         found.append(Parts(f"adapter {adapter!r}", tensors, tuple(sizes)))
     return found
+
+
+def _halves(modules: Any, name: str, adapter: str) -> tuple[Tensor, ...]:
+    """Of an adapter's factor, one tensor or two, or none where there is none."""
+    whole = modules[name]._parameters.get(adapter)
+    if whole is not None:
+        return (whole,)
+    a, b = modules[f"{name}_a"]._parameters.get(adapter), modules[f"{name}_b"]._parameters.get(adapter)
+    return () if a is None or b is None else (a, b)
 
 
 def _factor(layer: nn.Module, name: str, adapter: str) -> list[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from factorlayer.adapters.products import multiply_adds
+from factorlayer.adapters.ways import multiply_adds
 
 
 @dataclass(frozen=True)

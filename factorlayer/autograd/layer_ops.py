@@ -284,10 +284,17 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
-    made = _gradients_at_once(ctx.text, grad_y, saved, needs)
+    return gradients_now(ctx.text, grad_y, saved, needs)
+
+
+def gradients_now(
+    text: str, grad_y: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Of (x, bias, *weights), behind a None in the text's place, unrecorded; needs has one for the text as well."""
+    made = _gradients_at_once(text, grad_y, saved, needs)
     if made is None and not grad_y.is_contiguous():  # as that of a sum
-        made = _gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
-    return _gradients(ctx.text, needs, grad_y, saved, _raw_backward) if made is None else made
+        made = _gradients_at_once(text, grad_y.contiguous(), saved, needs)
+    return _gradients(text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 
 # (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already, if not said no)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from factorlayer.adapters import operators, products
+from factorlayer.adapters import linears, operators, products
 
 Replace = Callable[[Any, str, Any], None]  # as pytest.MonkeyPatch.setattr
 Calls = Counter[str]  # products by who made them
@@ -28,14 +28,21 @@ def go_our_way(replace: Replace) -> None:
 
 
 def counted(replace: Replace, room: Any, name: str) -> Calls:
-    """Counts the products that a room makes."""
+    """Counts the products that a room makes, alone or with the layer's own."""
     calls: Calls = Counter()
 
     def product(*args: Any) -> Any:
         calls[name] += 1
         return products.product(*args)
 
+    def added(*args: Any) -> Any:
+        y = linears.added(*args)
+        calls[name] += y is not None
+        calls[f"{name} at once"] += y is not None
+        return y
+
     replace(room, "product", product)
+    replace(room, "added", added)
     return calls
 
 

@@ -93,7 +93,7 @@ def test_peft(
     assert len(adapters.take_over(model).taken) == 2
     calls = counted(monkeypatch.setattr, in_peft, "peft")
     agree(results(model, model, x), right)
-    assert calls["peft"] == 2
+    assert calls["peft"] == calls["peft at once"] == 2
     with torch.no_grad():
         torch.testing.assert_close(model.merge_and_unload()(x), right[0], rtol=1e-10, atol=1e-10)
 
@@ -106,7 +106,7 @@ def test_lycoris(
 ) -> None:  # fmt: skip
     from factorlayer.adapters import in_lycoris
 
-    linear = nn.Linear(*sizes).double()
+    linear = nn.Linear(*sizes).double().requires_grad_(False)
     layer = lokr.LokrModule(
         "layer", linear, 0.7, rank, 3, decompose_both=both, factor=factor, bypass_mode=bypass, use_scalar=True
     ).double()
@@ -116,7 +116,7 @@ def test_lycoris(
     adapters.take_over(layer)
     calls = counted(monkeypatch.setattr, in_lycoris, "lycoris")
     agree(results(layer, layer, x), right)
-    assert calls["lycoris"] == 1
+    assert calls["lycoris"] == calls["lycoris at once"] == 1
 
 
 @pytest.mark.parametrize("options", [{"rank_dropout": 0.4}, {"rank_dropout": 0.4, "rank_dropout_scale": True},
@@ -145,6 +145,33 @@ def test_what_is_dropped_is_what_they_drop(package: str, options: dict[str, Any]
     for pair in zip(found, right, strict=True):
         agree(*pair)
     assert not all(torch.equal(y, found[0][0]) for y, _ in found)
+
+
+def test_what_is_drawn_next_is_what_they_would_draw(peft: Any) -> None:
+    model, drawn = model_of(peft, two_layers()).train(), []
+    for take in (lambda model: None, adapters.take_over):
+        take(model)
+        torch.manual_seed(3)
+        model(rows(5, 48).detach())
+        drawn.append(torch.rand(1))
+    assert torch.equal(*drawn)
+
+
+def test_hooks_of_the_layer_below_see_what_it_makes(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorlayer.adapters import in_peft
+
+    model, seen = model_of(peft, two_layers()), []
+    below = model.base_model.model[0].base_layer
+    below.register_forward_hook(lambda _, given, y: seen.append((*given, y)) or 2 * y)
+    x = rows(5, 48)
+    right = results(model, model, x)
+    adapters.take_over(model)
+    calls = counted(monkeypatch.setattr, in_peft, "peft")
+    agree(results(model, model, x), right)
+    assert (calls["peft"], calls["peft at once"]) == (2, 1)
+    (given, y) = seen[-1]
+    assert len(seen) == 2 and given is x
+    torch.testing.assert_close(y, nn.functional.linear(x, below.weight, below.bias))
 
 
 def test_dropout_of_bypass_mode(lokr: Any) -> None:

@@ -1,0 +1,84 @@
+"""Linear layers that an adapter is added to, where both are one step of autograd.
+
+Whatever is not usual is left to the layer itself and to product(): hooks, autocast, transforms, graphs that are
+compiled or traced, weights that are trained, other dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn.modules import module as modules
+
+from factorlayer.adapters.added import add
+from factorlayer.adapters.products import is_faster_made
+from factorlayer.adapters.ways import Way, way_of
+from factorlayer.autograd.layer_ops import DTYPES, runs_in_tf32, transforms_active
+from factorlayer.autograd.runtime import CompileError
+from factorlayer.functional import any_autocast
+from factorlayer.tuning import choices
+
+KINDS = (Tensor, nn.Parameter)
+_taken: dict[tuple[object, ...], Way] = {}
+
+
+def added(base: nn.Module, x: Tensor, first: Sequence[Tensor], second: Sequence[Tensor], scale: float) -> Tensor | None:
+    """base(x) + scale x (w1 ⊗ w2)ᵀ, or None where it has to be made in another way. A factor is one tensor, or two,
+    whose product it is."""
+    if is_dynamo_compiling() or type(base) is not nn.Linear or _is_unusual():
+        return None
+    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
+    halves = *first, *second
+    if weight is None or not _are_plain(x, weight, bias, halves) or is_faster_made(x, weight.shape):
+        return None
+    way = _way(x, weight, first, second)
+    if way is None:
+        return None
+    try:
+        y: Tensor = add(way, len(first), scale, x, weight, bias, *halves)
+    except CompileError:  # of which product() tells the user
+        return None
+    return y
+
+
+def is_watched(base: nn.Module) -> bool:
+    """Whether others see what goes into a layer or comes out, or have put a forward of their own in its place."""
+    own = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
+    return bool(own) or "forward" in base.__dict__ or modules._has_any_global_hook()
+
+
+def _way(x: Tensor, weight: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Way | None:
+    """Which auto takes, or None. It may change with what was measured, with nothing else."""
+    recorded = torch.is_grad_enabled() and (x.requires_grad or any(half.requires_grad for half in (*first, *second)))
+    shapes = [half.shape for half in second]
+    key = x.dtype, x.get_device(), x.numel(), recorded, runs_in_tf32(x), weight.shape, first[0].shape, *shapes
+    if key in _taken and not choices.BATCHED:
+        return _taken[key]
+    choices.load()
+    sizes = (first[0].shape[0], first[-1].shape[1])
+    way = way_of(x, sizes, shapes, recorded=recorded)
+    if way.sizes != weight.shape or not way.takes(x, x.numel() // weight.shape[1], recorded):
+        return None
+    _taken[key] = way
+    return way
+
+
+def _is_unusual() -> bool:
+    return any_autocast() or transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0
+
+
+def _are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, halves: Sequence[Tensor]) -> bool:
+    """Whether all are dense and of one dtype, the layer is frozen, and x is what it takes."""
+    dtype = x.dtype
+    for tensor in (x, weight, *halves):
+        if type(tensor) not in KINDS or tensor.dtype is not dtype:
+            return False
+    if weight.requires_grad or (bias is not None and (bias.requires_grad or bias.dtype is not dtype)):
+        return False
+    if dtype not in DTYPES or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
+        return False
+    return x.dim() > 0 and x.shape[-1] == weight.shape[1] and x.numel() > 0
