@@ -189,7 +189,6 @@ def test_layers_that_are_watched() -> None:
         pytest.param(LINEAR, X[:, :6], nullcontext, id="features"),
         pytest.param(LINEAR, X[:0], nullcontext, id="no rows"),
         pytest.param(LINEAR, X.to_sparse(), nullcontext, id="sparse"),
-        pytest.param(LINEAR, X, lambda: torch.autocast("cpu", torch.bfloat16), id="autocast"),
         pytest.param(LINEAR, X, forward_ad.dual_level, id="forward mode"),
     ],
 )
@@ -203,6 +202,33 @@ def test_what_is_not_usual_is_left_to_the_layer(
         assert linears.added(base, x, first, second, 1) is None
     mapped = torch.func.vmap(lambda x: torch.tensor(linears.added(LINEAR, x, first, second, 1) is None))(X)
     assert mapped.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_all_are_of_its_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they were before; gradients are of the dtypes of what they are of."""
+    monkeypatch.setattr(products, "SMALL_MATRIX", 0)
+    base = nn.Linear(72, 80).to(dtype).requires_grad_(False)
+    halves = [half.detach().float().requires_grad_() for half in (drawn(8, 6), drawn(10, 12))]
+    x = torch.randn(64, 72).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linears.added(base, x, halves[:1], halves[1:], 1)
+        theirs = base(x) + torch.nn.functional.linear(x, torch.kron(*halves))
+    assert y is not None and y.dtype == torch.bfloat16
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, *halves)]
+    exact = copy.deepcopy(base).double()(doubles[0]) + torch.nn.functional.linear(doubles[0], torch.kron(*doubles[1:]))
+    grad_y = torch.randn_like(exact)
+    found, others, right = (
+        [made.detach(), *torch.autograd.grad(made, leaves, grad_y.to(made.dtype))]
+        for made, leaves in ((y, (x, *halves)), (theirs, (x, *halves)), (exact, doubles))
+    )
+    assert [grad.dtype for grad in found[1:]] == [dtype, torch.float32, torch.float32]
+    for mine, other, each in zip(found, others, right, strict=True):
+        assert (mine - each).norm() <= 2 * (other - each).norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            linears.added(LINEAR, X, [drawn(4, 3)], [drawn(5, 4).float()], 1) is None
+        )  # which leaves doubles as they are
 
 
 def test_what_is_added_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,11 @@ class Linear(Ours, theirs.Linear):
             return None
         base = modules["base_layer"]
         y = None if is_watched(base) else added(base, x, first, second, self.scaling[adapter])
-        if y is not None and training:
+        if y is None:
+            return None
+        if training:
             torch.rand(1)  # which they draw for the dropout of modules, so that what is drawn next is the same
-        return y
+        return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
 class Conv1d(Ours, theirs.Conv1d):

@@ -1,7 +1,7 @@
 """Linear layers that an adapter is added to, where both are one step of autograd.
 
-Whatever is not usual is left to the layer itself and to product(): hooks, autocast, transforms, graphs that are
-compiled or traced, weights that are trained, other dtypes.
+Whatever is not usual is left to the layer itself and to product(): hooks, transforms, graphs that are compiled or
+traced, weights that are trained, several dtypes without autocast.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.nn.modules import module as modules
 
 from factorlayer.adapters.added import add
 from factorlayer.adapters.products import is_faster_made
-from factorlayer.adapters.ways import Way, way_of
+from factorlayer.adapters.ways import MOST_KEPT, Way, way_of
 from factorlayer.autograd.layer_ops import DTYPES, runs_in_tf32, transforms_active
 from factorlayer.autograd.runtime import CompileError
-from factorlayer.functional import any_autocast
+from factorlayer.functional import any_autocast, autocast
 from factorlayer.tuning import choices
 
 KINDS = (Tensor, nn.Parameter)
@@ -31,16 +31,23 @@ def added(base: nn.Module, x: Tensor, first: Sequence[Tensor], second: Sequence[
     whose product it is."""
     if is_dynamo_compiling() or type(base) is not nn.Linear or _is_unusual():
         return None
-    weight, bias = base._parameters.get("weight"), base._parameters.get("bias")
-    halves = *first, *second
-    if weight is None or not _are_plain(x, weight, bias, halves) or is_faster_made(x, weight.shape):
+    weight: Tensor | None = base._parameters.get("weight")
+    bias: Tensor | None = base._parameters.get("bias")
+    if weight is None or weight.requires_grad or (bias is not None and bias.requires_grad):
         return None
-    way = _way(x, weight, first, second)
+    if any_autocast():
+        x, (weight, *halves), bias = autocast(x, (weight, *first, *second), bias)
+    else:
+        halves = [*first, *second]
+    if not _are_plain(x, weight, bias, halves) or is_faster_made(x, weight.shape):
+        return None
+    way = _way(x, weight, len(first), halves)
     if way is None:
         return None
     try:
         y: Tensor = add(way, len(first), scale, x, weight, bias, *halves)
     except CompileError:  # of which product() tells the user
+        _taken.clear()
         return None
     return y
 
@@ -51,33 +58,34 @@ def is_watched(base: nn.Module) -> bool:
     return bool(own) or "forward" in base.__dict__ or modules._has_any_global_hook()
 
 
-def _way(x: Tensor, weight: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Way | None:
+def _way(x: Tensor, weight: Tensor, split: int, halves: Sequence[Tensor]) -> Way | None:
     """Which auto takes, or None. It may change with what was measured, with nothing else."""
-    recorded = torch.is_grad_enabled() and (x.requires_grad or any(half.requires_grad for half in (*first, *second)))
-    shapes = [half.shape for half in second]
-    key = x.dtype, x.get_device(), x.numel(), recorded, runs_in_tf32(x), weight.shape, first[0].shape, *shapes
+    recorded = torch.is_grad_enabled() and (x.requires_grad or any(half.requires_grad for half in halves))
+    shapes = [half.shape for half in halves]
+    key = x.dtype, x.get_device(), x.numel(), recorded, runs_in_tf32(x), split, weight.shape, *shapes
     if key in _taken and not choices.BATCHED:
         return _taken[key]
     choices.load()
-    sizes = (first[0].shape[0], first[-1].shape[1])
-    way = way_of(x, sizes, shapes, recorded=recorded)
+    way = way_of(x, (shapes[0][0], shapes[split - 1][1]), shapes[split:], recorded=recorded)
     if way.sizes != weight.shape or not way.takes(x, x.numel() // weight.shape[1], recorded):
         return None
+    if len(_taken) == MOST_KEPT:
+        _taken.clear()
     _taken[key] = way
     return way
 
 
 def _is_unusual() -> bool:
-    return any_autocast() or transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0
+    return transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0
 
 
 def _are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, halves: Sequence[Tensor]) -> bool:
-    """Whether all are dense and of one dtype, the layer is frozen, and x is what it takes."""
+    """Whether all are dense and of one dtype, and x is what the layer takes."""
     dtype = x.dtype
     for tensor in (x, weight, *halves):
         if type(tensor) not in KINDS or tensor.dtype is not dtype:
             return False
-    if weight.requires_grad or (bias is not None and (bias.requires_grad or bias.dtype is not dtype)):
+    if bias is not None and bias.dtype is not dtype:
         return False
     if dtype not in DTYPES or x.layout is not torch.strided or x.is_nested or not (x.is_cpu or x.is_cuda):
         return False

@@ -100,7 +100,7 @@ class ByChain:
     def now(self, rows: Tensor, weights: list[Tensor], bias: Tensor | None = None) -> Tensor:
         """By the kernels, unrecorded."""
         chain = self.chain if bias is None else self.with_bias
-        y = layer_at_once(chain.text, chain.tf32_text, False, rows, bias, weights)
+        y = layer_at_once(chain.text, chain.tf32_text, False, rows, bias, weights, True)  # in autocast's dtype, if any
         return fused(chain, rows, weights, bias, recorded=False) if y is None else y
 
     def backward(

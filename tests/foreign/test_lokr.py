@@ -320,13 +320,17 @@ def test_a_lycoris_network_of_a_model(lokr: Any) -> None:
     agree([model["body"](x)], [right])
 
 
-def test_under_autocast_and_compiled(peft: Any) -> None:
+def test_under_autocast_and_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorlayer.adapters import in_peft
+
+    calls = counted(monkeypatch.setattr, in_peft, "peft")
     model = model_of(peft, two_layers()).float()
     x = torch.randn(5, 48)
     right = model(x)
     adapters.take_over(model)
     with torch.autocast("cpu", torch.bfloat16):
         y = model(x)
+    assert calls["peft at once"] == 2
     assert y.dtype == torch.float32  # of x, to which PEFT's forward takes it back
     torch.testing.assert_close(y, right, rtol=0.1, atol=0.1)
     model.eval()  # trained, PEFT asks a random number whether to run an adapter
