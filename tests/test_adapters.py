@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from factorlayer import adapters
 from factorlayer.adapters import added, linears, products, ways
 from factorlayer.adapters.record import Record
+from factorlayer.autograd import layer_ops
+from factorlayer.tuning import predicted
 
 SIZES = [
     ((3, 4), (5, 2, 6)),
@@ -139,21 +142,45 @@ def test_gradients_that_nobody_wants_are_not_made(given: int, is_whole: bool) ->
 
 @sizes
 @pytest.mark.parametrize("of_x", [True, False])
-def test_gradients_step_by_step(
-    size: tuple[tuple[int, int], tuple[int, int, int]], of_x: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of sizes that no plan of a GPU makes at once, in either order."""
-    monkeypatch.setattr(ways, "_has_no_plan", lambda chain, x: True)
+def test_gradients_step_by_step(size: tuple[tuple[int, int], tuple[int, int, int]], of_x: bool) -> None:
     first, (second,) = factors(size, is_whole=True)
-    for w1, w2 in ((first, second), (second, first)):
-        (way, _) = ways._ways(True, 1, tuple(w1.shape), tuple(w2.shape))
-        x = drawn(3, way.sizes[1]).requires_grad_(of_x)
-        leaves = [x, w1, w2] if of_x else [w1, w2]
-        y, right = added.add(way, 1, 1, x, None, None, w1, w2), x @ torch.kron(w1, w2).mT
-        grad_y = torch.randn_like(right)
+    w1, w2 = first.detach(), second.detach()
+    x = drawn(3, matrix(first, [second]).shape[1])
+    right = x @ torch.kron(first, second).mT
+    grad_y = torch.randn_like(right)
+    expected = torch.autograd.grad(right, [x, first, second], grad_y)
+    for begins_with_first in (True, False):
+        steps = ways._steps(begins_with_first, w1.shape, w2.shape)
+        grad_x, *found = steps.back(grad_y, x.detach(), w1, w2, of_x)
+        assert (grad_x is not None) == of_x
         torch.testing.assert_close(
-            torch.autograd.grad(y, leaves, grad_y), torch.autograd.grad(right, leaves, grad_y), rtol=1e-11, atol=1e-11
+            (expected[0] if grad_x is None else grad_x, *found), expected, rtol=1e-11, atol=1e-11
         )
+
+
+@pytest.fixture
+def of_an_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Any]:
+    """What stands for samples of bfloat16 on one."""
+    limits = 90, 132, 232448, 4916736
+    for module in (predicted, layer_ops):
+        monkeypatch.setattr(module, "gpu_limits", lambda _: limits)
+    monkeypatch.setattr(ways, "choose", lambda *_: "fused")
+
+    def samples(count: int, features: int) -> Any:
+        sizes = dict(numel=lambda: count * features, get_device=lambda: 0, is_complex=lambda: False)
+        return SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, is_cpu=False, **sizes)
+
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [((8, 8), ((128, 8), (8, 128)), ways.ByHalf), ((32, 32), ((32, 8), (8, 32)), ways.ByChain)],
+)
+def test_a_gpu_takes_a_half_by_itself_where_that_is_predicted_faster(
+    first: ways.Sizes, second: list[ways.Sizes], kind: type, of_an_h100: Callable[[int, int], Any]
+) -> None:
+    assert type(ways.way_of(of_an_h100(4096, 1024), first, second, recorded=True)) is kind
 
 
 LINEAR = nn.Linear(12, 20).double().requires_grad_(False)

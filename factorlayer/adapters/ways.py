@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.functional import linear
 
-from factorlayer.autograd.layer_ops import fused, gradients_now, has_kernel, layer_at_once, runs_in_tf32, text_for
+from factorlayer.autograd.layer_ops import fused, gradients_now, layer_at_once, text_for
 from factorlayer.functional import choose, run
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
-from factorlayer.tuning.predicted import predicted
+from factorlayer.tuning.predicted import Prediction, predicted
 
 T = TypeVar("T")
 Sizes = tuple[int, ...]  # of a matrix: rows, columns
@@ -113,8 +113,11 @@ class ByChain:
             found = self.back(grad_y, rows, [b, first, a], of_x, of_second, of_first, of_second)
             return found[0], found[2], [found[3], found[1]]
         whole = (kept or second)[0]
-        if of_first and of_second and _has_no_plan(self.chain, rows):
-            grad_x, grad_first, grad_second = self._back_by_steps(grad_y, rows, first, whole, of_x)
+        steps = (
+            cached(_steps)(self.chain.contractions[0].weight == 0, first.shape, whole.shape) if rows.is_cuda else None
+        )
+        if steps is not None and of_first and of_second and steps.are_faster(self.chain, rows):
+            grad_x, grad_first, grad_second = steps.back(grad_y, rows, first, whole, of_x)
         else:
             grad_x, grad_first, grad_second = self.back(grad_y, rows, [first, whole], of_x, of_first, of_second)
         return grad_x, grad_first, halves_back(grad_second, second)
@@ -128,23 +131,52 @@ class ByChain:
     def _weights(self, first: Tensor, second: Sequence[Tensor], whole: Tensor) -> list[Tensor]:
         return [second[1], first, second[0]] if self.is_apart else [first, whole]
 
-    def _back_by_steps(
+
+@dataclass(frozen=True)
+class Steps:
+    """Gradients of w1 by our kernels and of w2 by plain products, of which either is contracted first."""
+
+    begins_with_first: bool
+    first: ByChain  # with the columns that it meets
+    second: ByChain  # as a layer of its own, which nobody runs
+    blocks: int  # of a sample, that go through it
+
+    def back(
         self, grad_y: Tensor, rows: Tensor, first: Tensor, second: Tensor, of_x: bool
     ) -> tuple[Tensor | None, ...]:
-        """The same of w1 by our kernels and of w2 by plain products, of which either is contracted first."""
-        (q1, p1), (q2, p2) = first.shape, second.shape
-        if self.chain.contractions[0].weight == 0:
-            step, grad_y = cached(of_columns)(p2, (q1, p1)), grad_y.view(-1, q2)
-            grad_second = torch.mm(grad_y.t(), step.now(rows, [first]).view(-1, p2))
-            grad_inner = torch.mm(grad_y, second).view(-1, q1 * p2)
-            return *step.back(grad_inner, rows, [first], of_x, True), grad_second
-        step, x = cached(of_columns)(q2, (q1, p1)), rows.reshape(-1, p2)
-        inner = torch.mm(x, second.t()).view(-1, p1 * q2)
-        found, grad_first = step.back(grad_y, inner, [first], True, True)
+        q2, p2 = second.shape
+        if self.begins_with_first:
+            grad_y = grad_y.view(-1, q2)
+            grad_second = torch.mm(grad_y.t(), self.first.now(rows, [first]).view(-1, p2))
+            grad_inner = torch.mm(grad_y, second).view(len(rows), -1)
+            return *self.first.back(grad_inner, rows, [first], of_x, True), grad_second
+        x = rows.reshape(-1, p2)
+        inner = torch.mm(x, second.t()).view(len(rows), -1)
+        found, grad_first = self.first.back(grad_y, inner, [first], True, True)
         assert found is not None
         grad_inner = found.view(-1, q2)
         grad_x = torch.mm(grad_inner, second).view(rows.shape) if of_x else None
         return grad_x, grad_first, torch.mm(grad_inner.t(), x)
+
+    def are_faster(self, together: Chain, x: Tensor) -> bool:
+        """Whether they are predicted to take a GPU less time than all gradients by our kernels."""
+        texts = [text_for(chain, x) for chain in (together, self.first.chain, self.second.chain)]
+        return _are_faster(*texts, self.blocks, self.begins_with_first, x.dtype, x.get_device(), len(x))
+
+
+@functools.lru_cache(MOST_KEPT)
+def _are_faster(
+    together: str, first: str, second: str, blocks: int, begins_with_first: bool, dtype: torch.dtype, device: int,
+    batch: int,
+) -> bool:  # fmt: skip
+    def us(text: str, batch: int) -> tuple[Prediction, Prediction]:
+        alone, trained = (predicted(text, dtype, device, batch, training) for training in (False, True))
+        return alone, trained
+
+    of_both, of_first, of_second = us(together, batch), us(first, batch), us(second, blocks * batch)
+    again = of_first[0].fused_us if begins_with_first else of_second[0].batched_us
+    library = of_second[1].batched_us - of_second[0].batched_us
+    return again + library + of_first[1].fused_us - of_first[0].fused_us < of_both[1].fused_us - of_both[0].fused_us
 
 
 @dataclass(frozen=True)
@@ -230,6 +262,12 @@ def _ways(on_cpu: bool, columns: int, first: Sizes, *second: Sizes) -> tuple[ByC
     return ByChain.of(apart, is_apart=True) if apart.multiply_adds() < together.spec.multiply_adds() else together, None
 
 
+def _steps(begins_with_first: bool, first: Sizes, second: Sizes) -> Steps:
+    (q1, p1), (q2, p2) = first, second
+    columns, blocks = (p2, q1) if begins_with_first else (q2, p1)
+    return Steps(begins_with_first, of_columns(columns, (q1, p1)), of_columns(1, (q2, p2)), blocks)
+
+
 def of_columns(columns: int, *weights: Sizes) -> ByChain:
     """Of weights of these sizes, with columns behind."""
     return ByChain.of(_with_columns(weights, columns))
@@ -247,14 +285,6 @@ def _with_columns(weights: Sequence[Sizes], columns: int) -> LayerSpec:
     if columns == 1:
         return LayerSpec("kronecker", into, out)
     return WithColumns("kronecker", (*into, columns), (*out, columns))
-
-
-def _has_no_plan(chain: Chain, x: Tensor) -> bool:
-    """Whether a GPU has no plan that makes all gradients of a chain at once."""
-    if not x.is_cuda:
-        return False
-    tf32 = "; tf32" if runs_in_tf32(x) else ""
-    return not has_kernel(f"{chain.text}; backward{tf32}", x.dtype, x.get_device())
 
 
 # What depends on sizes alone, which is kept for the next call, but by a compiler, which keeps its graph.
