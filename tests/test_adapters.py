@@ -128,12 +128,13 @@ def test_what_is_added_is_differentiated_twice(
 @pytest.mark.parametrize("given", [0, 1, 2, 3])
 def test_gradients_that_nobody_wants_are_not_made(given: int, is_whole: bool) -> None:
     first, second = factors(SIZES[0], is_whole)
-    tensors = [drawn(3, matrix(first, second).shape[1]), first, *second]
+    out, into = matrix(first, second).shape
+    base, tensors = nn.Linear(into, out).double().requires_grad_(False), [drawn(3, into), first, *second]
     given = min(given, len(tensors) - 1)
     tensors = [tensor if i == given else tensor.detach() for i, tensor in enumerate(tensors)]
-    right = tensors[0] @ matrix(tensors[1], tensors[2:]).mT
+    right = base(tensors[0]) + tensors[0] @ matrix(tensors[1], tensors[2:]).mT
     for way in ways_of(first, second):
-        y = added.add(way, 1, 1, tensors[0], None, None, *tensors[1:])
+        y = added.add(way, 1, 1, tensors[0], base.weight, base.bias, *tensors[1:])
         torch.testing.assert_close(
             torch.autograd.grad(y.sum(), tensors[given]),
             torch.autograd.grad(right.sum(), tensors[given], retain_graph=True),

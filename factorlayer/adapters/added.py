@@ -1,4 +1,4 @@
-"""A way's product as one step of autograd, with the product of a linear layer whose weight is frozen, if there is one.
+"""A way's product and that of a linear layer whose weight is frozen, as one step of autograd.
 
 The layer's is summed upon what the way has made, forward and back, by the matrix product itself, so that nothing is
 read and written for a sum alone:
@@ -20,16 +20,13 @@ from factorlayer.adapters.ways import Way, halves_back
 from factorlayer.autograd.layer_ops import transforms_active
 from factorlayer.autograd.vectors import are_vectors
 
-# Of a shape that autograd takes for no view, so that y may be changed in place, as by nn.ReLU(inplace=True).
-_shaped = torch.ops.aten._unsafe_view.default
-
 
 class Added(Function):
     """Of (way, halves of w1, scale, x, weight, bias, *halves): scale x (w1 ⊗ w2)ᵀ + x Wᵀ + bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, way: Way, split: int, scale: float, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+        ctx: Any, way: Way, split: int, scale: float, x: Tensor, weight: Tensor, bias: Tensor | None,
         *halves: Tensor,
     ) -> Tensor:  # fmt: skip
         first = halves[0] if split == 1 else torch.mm(*halves[:split])
@@ -37,11 +34,11 @@ class Added(Function):
         shape = x.shape
         rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         y, kept = way.forward(rows, first, halves[split:], bias)
-        if weight is not None:
-            y.addmm_(rows, weight.t())
+        y.addmm_(rows, weight.t())
         ctx.way, ctx.split, ctx.scale = way, split, scale
         ctx.save_for_backward(x, weight, bias, first, *halves, *kept)
-        return y if rows is x else _shaped(y, [*shape[:-1], y.shape[1]])
+        # No view, so that y may be changed in place, as by nn.ReLU(inplace=True).
+        return y if rows is x else y.resize_(*shape[:-1], way.sizes[0])
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -58,8 +55,7 @@ class Added(Function):
         wanted = needs[3], any(of_halves[:split]), any(of_halves[split:])
         grad_x, grad_first, of_second = way.backward(grad_y, x, first, halves[split:], kept, wanted)
         if grad_x is not None:
-            if weight is not None:
-                grad_x.addmm_(grad_y, weight)
+            grad_x.addmm_(grad_y, weight)
             grad_x = grad_x if len(shape) == 2 else grad_x.view(shape)
         if grad_first is not None and scale != 1:
             grad_first = grad_first * scale
@@ -71,7 +67,7 @@ add = super(Function, Added).apply
 
 
 def _by_formula(
-    way: Way, split: int, scale: float, needs: Sequence[bool], grad_y: Tensor, x: Tensor, weight: Tensor | None,
+    way: Way, split: int, scale: float, needs: Sequence[bool], grad_y: Tensor, x: Tensor, weight: Tensor,
     bias: Tensor | None, halves: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients that can be differentiated, or mapped: of a y that is made again by operations that can."""
@@ -80,7 +76,6 @@ def _by_formula(
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         first = halves[0] if split == 1 else halves[0] @ halves[1]
-        y = way.product(x, first if scale == 1 else first * scale, halves[split:])
-        y = y if weight is None else y + linear(x, weight, bias)
+        y = way.product(x, first if scale == 1 else first * scale, halves[split:]) + linear(x, weight, bias)
     found = iter(torch.autograd.grad(y, leaves, grad_y, create_graph=again))
     return tuple(next(found) if need else None for need in needs)
