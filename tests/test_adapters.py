@@ -15,6 +15,7 @@ import torch
 from forked import python
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from factorlayer import adapters
 from factorlayer.adapters import added, linears, products, ways
@@ -218,6 +219,7 @@ def test_layers_that_are_watched() -> None:
         pytest.param(LINEAR, X[:0], nullcontext, id="no rows"),
         pytest.param(LINEAR, X.to_sparse(), nullcontext, id="sparse"),
         pytest.param(LINEAR, X, forward_ad.dual_level, id="forward mode"),
+        pytest.param(LINEAR, X, lambda: FlopCounterMode(display=False), id="FLOPs are counted"),
     ],
 )
 def test_what_is_not_usual_is_left_to_the_layer(

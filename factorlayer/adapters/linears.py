@@ -1,7 +1,7 @@
 """Linear layers that an adapter is added to, where both are one step of autograd.
 
 Whatever is not usual is left to the layer itself and to product(): hooks, transforms, graphs that are compiled or
-traced, weights that are trained, several dtypes without autocast.
+traced, modes that see operators, weights that are trained, several dtypes without autocast.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _way(x: Tensor, weight: Tensor, split: int, halves: Sequence[Tensor]) -> Way
 
 
 def _is_unusual() -> bool:
-    return transforms_active() or torch._C._is_tracing() or forward_ad._current_level >= 0
+    is_seen = torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0  # as by who counts FLOPs
+    return is_seen or transforms_active() or forward_ad._current_level >= 0
 
 
 def _are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, halves: Sequence[Tensor]) -> bool:
