@@ -53,4 +53,4 @@ def _rows(x: Tensor, first: Tensor, second: Sequence[Tensor], columns: int = 1) 
 
 
 def _sizes(weight: Tensor) -> tuple[int, ...]:
-    return (*weight.shape,)
+    return tuple(map(int, weight.shape))  # which are tensors while a call is traced

@@ -320,7 +320,7 @@ def test_a_lycoris_network_of_a_model(lokr: Any) -> None:
     agree([model["body"](x)], [right])
 
 
-def test_under_autocast_and_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_autocast_compiled_and_traced(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from factorlayer.adapters import in_peft
 
     calls = counted(monkeypatch.setattr, in_peft, "peft")
@@ -336,6 +336,9 @@ def test_under_autocast_and_compiled(peft: Any, monkeypatch: pytest.MonkeyPatch)
     model.eval()  # trained, PEFT asks a random number whether to run an adapter
     compiled = torch.compile(model.base_model.model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), right, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        traced = torch.jit.trace(model.base_model.model, x, check_trace=False)
+        torch.testing.assert_close(traced(x), right, rtol=1e-4, atol=1e-4)
 
 
 def test_adapters_in_another_dtype_than_the_model(peft: Any) -> None:
