@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,15 +164,26 @@ def test_gradients_step_by_step(size: tuple[tuple[int, int], tuple[int, int, int
 def of_an_h100(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], Any]:
     """What stands for samples of bfloat16 on one."""
     limits = 90, 132, 232448, 4916736
-    for module in (predicted, layer_ops):
+    for module in (predicted, layer_ops, ways):
         monkeypatch.setattr(module, "gpu_limits", lambda _: limits)
     monkeypatch.setattr(ways, "choose", lambda *_: "fused")
 
-    def samples(count: int, features: int) -> Any:
-        sizes = dict(numel=lambda: count * features, get_device=lambda: 0, is_complex=lambda: False)
-        return SimpleNamespace(dtype=torch.bfloat16, is_cuda=True, is_cpu=False, **sizes)
+    class Samples:
+        dtype, is_cuda, is_cpu = torch.bfloat16, True, False
 
-    return samples
+        def __init__(self, count: int, features: int) -> None:
+            self.sizes = count, features
+
+        def numel(self) -> int:
+            return math.prod(self.sizes)
+
+        def __len__(self) -> int:
+            return self.sizes[0]
+
+        def get_device(self) -> int:
+            return 0
+
+    return Samples
 
 
 @pytest.mark.parametrize(
@@ -183,6 +194,15 @@ def test_a_gpu_takes_a_half_by_itself_where_that_is_predicted_faster(
     first: ways.Sizes, second: list[ways.Sizes], kind: type, of_an_h100: Callable[[int, int], Any]
 ) -> None:
     assert type(ways.way_of(of_an_h100(4096, 1024), first, second, recorded=True)) is kind
+
+
+@pytest.mark.parametrize(("w1", "w2", "are"), [((8, 8), (352, 128), True), ((32, 32), (32, 32), False)])
+def test_a_gpu_goes_step_by_step_where_that_is_predicted_faster(
+    w1: ways.Sizes, w2: ways.Sizes, are: bool, of_an_h100: Callable[[int, int], Any]
+) -> None:
+    way = ways.of_columns(1, w1, w2)
+    steps = ways._steps(way.chain.contractions[0].weight == 0, w1, w2)
+    assert steps.are_faster(way.chain, of_an_h100(4096, way.sizes[1])) == are
 
 
 LINEAR = nn.Linear(12, 20).double().requires_grad_(False)

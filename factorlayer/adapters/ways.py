@@ -21,11 +21,21 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.functional import linear
 
-from factorlayer.autograd.layer_ops import fused, gradients_now, layer_at_once, text_for
+from factorlayer.autograd.layer_ops import (
+    fused,
+    gpu_limits,
+    gradients_now,
+    layer_at_once,
+    predicted_us,
+    text_for,
+)
+from factorlayer.autograd.runtime import dtype_name
+from factorlayer.device.gpu import Gpu
 from factorlayer.functional import choose, run
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
-from factorlayer.tuning.predicted import Prediction, predicted
+from factorlayer.plan.library import Ways
+from factorlayer.tuning.predicted import predicted
 
 T = TypeVar("T")
 Sizes = tuple[int, ...]  # of a matrix: rows, columns
@@ -159,7 +169,7 @@ class Steps:
         return grad_x, grad_first, torch.mm(grad_inner.t(), x)
 
     def are_faster(self, together: Chain, x: Tensor) -> bool:
-        """Whether they are predicted to take a GPU less time than all gradients by our kernels."""
+        """Whether they are predicted to take a GPU less time than one plan of both contractions."""
         texts = [text_for(chain, x) for chain in (together, self.first.chain, self.second.chain)]
         return _are_faster(*texts, self.blocks, self.begins_with_first, x.dtype, x.get_device(), len(x))
 
@@ -169,14 +179,19 @@ def _are_faster(
     together: str, first: str, second: str, blocks: int, begins_with_first: bool, dtype: torch.dtype, device: int,
     batch: int,
 ) -> bool:  # fmt: skip
-    def us(text: str, batch: int) -> tuple[Prediction, Prediction]:
-        alone, trained = (predicted(text, dtype, device, batch, training) for training in (False, True))
-        return alone, trained
+    """What w1's kernels and PyTorch's products take, against the plan that makes all gradients at once, if any does."""
+    chain = Chain.parse(second)
+    asked = chain, "tf32" if chain.tf32 else dtype_name(dtype), blocks * batch, Gpu(*gpu_limits(device))
+    library, trained = (Ways.of(*asked, training).us for training in (False, True))
+    again = predicted_us(first, batch, dtype, device) if begins_with_first else library
+    of_first, of_all = (predicted_us(_backward(text), batch, dtype, device) for text in (first, together))
+    return again + trained - library + of_first < of_all
 
-    of_both, of_first, of_second = us(together, batch), us(first, batch), us(second, blocks * batch)
-    again = of_first[0].fused_us if begins_with_first else of_second[0].batched_us
-    library = of_second[1].batched_us - of_second[0].batched_us
-    return again + library + of_first[1].fused_us - of_first[0].fused_us < of_both[1].fused_us - of_both[0].fused_us
+
+def _backward(text: str) -> str:
+    """All gradients of what the text stands for."""
+    tf32 = "; tf32"
+    return text.removesuffix(tf32) + "; backward" + (tf32 if text.endswith(tf32) else "")
 
 
 @dataclass(frozen=True)
