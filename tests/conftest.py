@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from compiled import UsageOf
     from emulator.driver import Emulator
     from once import Compile
 
@@ -31,7 +34,27 @@ THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """All processes of a run draw by one number, and put down what they ask for in one folder."""
+    from compiled import ASKED, DRAWN
+
+    os.environ.setdefault(DRAWN, str(random.randrange(1_000_000)))
+    if ASKED not in os.environ:
+        os.environ[ASKED] = tempfile.mkdtemp()
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(ASKED)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    from compiled import ASKED, DRAWN, report
+
+    for line in report(Path(os.environ[ASKED]), os.environ[DRAWN]):
+        terminalreporter.write_line(line)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "usage_of" in getattr(item, "fixturenames", ()):
+            item.add_marker("compiles")
     if ORDER is not None:
         random.Random(ORDER).shuffle(items)
 
@@ -102,6 +125,18 @@ def compile_kernel(of_the_run: Path) -> Compile:
     except RuntimeError as error:
         pytest.skip(str(error))
     return compile_in(folder_of_compiled(of_the_run), compiler)
+
+
+@pytest.fixture(scope="session")
+def usage_of(compile_kernel: Compile) -> Iterator[UsageOf]:
+    """What kernels use, by the record, or by NVRTC where it has no line."""
+    from compiled import ASKED, DRAWN, RECORD, Compiled, recorded
+
+    compiler, _ = torch.ops.factorlayer.compiler()
+    known = recorded(RECORD.read_text() if RECORD.exists() else "", compiler)
+    compiled = Compiled(compile_kernel, known, os.environ[DRAWN])
+    yield compiled
+    compiled.put_down(compiler, Path(os.environ[ASKED]))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from once import Compile
+from compiled import Usage, UsageOf
 from oracle import kronecker, monarch, spec_id
 from test_expression import EVERY_OPERATION, Snake
 
@@ -454,26 +454,19 @@ class Kernel:
     plan: str
     shared: int
     threads: int
-    log: str
-
-    def numbers(self, pattern: str) -> list[int]:
-        found = re.findall(pattern, self.log)
-        assert found, f"the log of {self.name} has no {pattern!r}: {self.log}"
-        return list(map(int, found))
+    usage: Usage
 
 
-def compile_case(case: AnyCase, compile_kernel: Compile) -> list[Kernel]:
+def compile_case(case: AnyCase, usage_of: UsageOf) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
         which = case.backward, case.states, case.frozen
-        return compile_plan(
-            plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, compile_kernel
-        )
+        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, usage_of)
     if isinstance(case, SlopeCase):
         chain = case.chain
     elif isinstance(case, SumsCase):
         return compile_plan(
-            plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture, compile_kernel
+            plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture, usage_of
         )
     elif isinstance(case, BackwardCase):
         chain = replace(all_gradients_of(case.spec), bias=case.bias)
@@ -482,16 +475,15 @@ def compile_case(case: AnyCase, compile_kernel: Compile) -> list[Kernel]:
         chain = Chain((Contraction(0, *sizes, tied=tied),), gradient=not case.both, backward=case.both)
     else:
         chain = Chain.of(case.spec, True, case.activation)
-    return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture, compile_kernel)
+    return compile_plan(plan(chain, case.dtype, case.batch, gpu), case.architecture, usage_of)
 
 
-def compile_plan(found: Plan, architecture: str, compile_kernel: Compile) -> list[Kernel]:
+def compile_plan(found: Plan, architecture: str, usage_of: UsageOf) -> list[Kernel]:
     """Under one name, so that kernels which differ by theirs alone are compiled once."""
     kernels = []
     for head, name, source in sources(found.text()):
-        cubin, log = compile_kernel(source.replace(name, "kernel"), "kernel", architecture, OPTIONS)
-        assert cubin.startswith(b"\x7fELF") and b"kernel" in cubin
-        kernels.append(Kernel(name, str(found), int(head[4]), int(head[3]), log))
+        usage = usage_of(source.replace(name, "kernel"), "kernel", architecture, OPTIONS)
+        kernels.append(Kernel(name, str(found), int(head[4]), int(head[3]), usage))
     assert kernels
     return kernels
 
@@ -512,11 +504,11 @@ Compiled = Callable[[AnyCase], list[Kernel]]
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest, compile_kernel: Compile) -> Iterator[Compiled]:
+def compiled(request: pytest.FixtureRequest, usage_of: UsageOf) -> Iterator[Compiled]:
     """The kernels of a case. One process compiles all that are to be tested, on all processors: NVRTC works without
     Python's lock. Of several processes each one compiles its own cases."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        yield lambda case: compile_case(case, compile_kernel)
+        yield lambda case: compile_case(case, usage_of)
         return
     wanted = [
         item.callspec.params["case"]
@@ -524,7 +516,7 @@ def compiled(request: pytest.FixtureRequest, compile_kernel: Compile) -> Iterato
         if item.path == request.path and "case" in getattr(getattr(item, "callspec", None), "params", {})
     ]
     pool = ThreadPoolExecutor(os.cpu_count())
-    kernels = {case: pool.submit(compile_case, case, compile_kernel) for case in wanted}
+    kernels = {case: pool.submit(compile_case, case, usage_of) for case in wanted}
     yield lambda case: kernels[case].result()
     pool.shutdown(cancel_futures=True)
 
@@ -532,17 +524,13 @@ def compiled(request: pytest.FixtureRequest, compile_kernel: Compile) -> Iterato
 def check(kernels: list[Kernel], case: AnyCase, spilled: int, uses_stack: bool = False) -> None:
     limit = Gpu.of(ARCHITECTURES[case.architecture]).shared
     for kernel in kernels:
-        assert not re.search(r"\b(warning|error)\b", kernel.log), kernel.log
-        assert "serialized" not in kernel.log, "products wait for each other: " + kernel.log
-        spills = kernel.numbers(r"(\d+) bytes spill stores") + kernel.numbers(r"(\d+) bytes spill loads")
+        usage, found = kernel.usage, f"{kernel.name}: {kernel.usage}\n{kernel.plan}"
+        assert not re.search(r"\b(warning|error)\b", usage.notes), found
+        assert "serialized" not in usage.notes, "products wait for each other: " + found
         # The frame holds what is spilled, and arrays that are indexed as the kernel runs.
-        frames = [0] if uses_stack else kernel.numbers(r"(\d+) bytes stack frame")
-        found = f"{kernel.name}: spills {spills}, frames {frames}\n{kernel.plan}\n{kernel.log}"
-        assert max(spills) <= 2 * spilled and max(frames) <= spilled, found
-        registers = max(kernel.numbers(r"Used (\d+) registers"))
-        assert -(-registers // 8) * 8 * kernel.threads <= MOST_REGISTERS, found
-        static = sum(map(int, re.findall(r"(\d+) bytes smem", kernel.log)))
-        assert kernel.shared + static <= limit, found
+        assert usage.spilled <= 2 * spilled and (uses_stack or usage.frame <= spilled), found
+        assert -(-usage.registers // 8) * 8 * kernel.threads <= MOST_REGISTERS, found
+        assert kernel.shared + usage.static <= limit, found
 
 
 @pytest.mark.parametrize("case", list(matrix()), ids=str)
@@ -570,7 +558,7 @@ def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     ],
 )
 def test_no_tiling_of_a_gradient_of_warpgroups_spills(
-    dtype: str, bias: bool, p: int, q: int, least: int, count: int, compile_kernel: Compile
+    dtype: str, bias: bool, p: int, q: int, least: int, count: int, usage_of: UsageOf
 ) -> None:
     """With as many sums as a thread may have; those that planned cases do not have, too."""
     gpu, seen = Gpu.of(90), set()
@@ -579,8 +567,8 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(
         if tiling in seen or tiled.sums < least:
             continue
         seen.add(tiling)
-        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
-        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+        usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, usage)
         check([kernel], GradientCase((1, p, q, 1, True), dtype, "sm_90a", 16384), 0)
     assert len(seen) >= count
 
@@ -594,7 +582,7 @@ def test_no_tiling_of_a_gradient_of_warpgroups_spills(
         ("untied 0 12 64 64 1; backward", 3),
     ],
 )
-def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: int, compile_kernel: Compile) -> None:
+def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: int, usage_of: UsageOf) -> None:
     """Those with most sums for each number of warpgroups."""
     chain, gpu = Chain.parse(text), Gpu.of(90)
     most: dict[int, UntiedBackward] = {}
@@ -602,8 +590,8 @@ def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: 
         if tiled.sums > getattr(most.get(tiled.consumers), "sums", 0):
             most[tiled.consumers] = tiled
     for tiled in most.values():
-        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
-        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+        usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, usage)
         check([kernel], GradientCase((1, 8, 8, 1, False), "bfloat16", "sm_90a", 16384), 0)
     assert len(most) >= count
 
@@ -617,11 +605,11 @@ def test_no_tiling_of_both_gradients_of_untied_weights_spills(text: str, count: 
         "untied 0 64 64 64 1; backward; slabs 1; tf32",
     ],
 )
-def test_both_gradients_by_slabs_do_not_spill(text: str, compile_kernel: Compile) -> None:
+def test_both_gradients_by_slabs_do_not_spill(text: str, usage_of: UsageOf) -> None:
     tiled = slab_backward.tile(Chain.parse(text), "tf32", 16384, Gpu.of(90))
     assert tiled is not None
-    _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
-    kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, log)
+    usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    kernel = Kernel("kernel", str(tiled), tiled.shared, tiled.threads, usage)
     check([kernel], GradientCase((1, 8, 8, 1, False), "tf32", "sm_90a", 16384), 0)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from compiled import UsageOf
 from emulator.driver import Array, Emulator, decode, encode
-from once import Compile
 
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import Gpu
@@ -142,15 +142,14 @@ OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-option
         "turned; untied 0 1 768 192 4; slabs 1; tf32",
     ],
 )
-def test_the_largest_tilings_compile(text: str, compile_kernel: Compile) -> None:
+def test_the_largest_tilings_compile(text: str, usage_of: UsageOf) -> None:
     """Without products one after the other, and with few registers in memory."""
     assert "gelu" in ACTIVATIONS
     found = list(mapped.tilings(product_of(text), 16384, GPU))
     for tiled in sorted(found, key=lambda t: t.n)[-3:]:
-        _, log = compile_kernel(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
-        assert "C75" not in log, log
-        spilled = [int(line.split("bytes stack")[0].split()[-1]) for line in log.splitlines() if "bytes stack" in line]
-        assert max(spilled) <= 16, f"{tiled}: {log}"
+        usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert "C75" not in usage.notes, usage
+        assert usage.frame <= 16, f"{tiled}: {usage}"
 
 
 def test_what_maps_cannot_describe_is_left_to_others() -> None:

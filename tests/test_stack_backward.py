@@ -4,14 +4,13 @@ it, and, by tests/emulator, right results without a race."""
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from compiled import UsageOf
 from emulator.driver import Emulator
-from once import Compile
 from oracle import kronecker
 from test_emulator import check_gradients_of_stack, drawing, drawn_tensors, run_in_torch, stack_of
 
@@ -190,10 +189,9 @@ COMPILED = [
 @pytest.mark.parametrize("gpu", [HOPPER, AMPERE], ids=["H100", "A100"])
 @pytest.mark.parametrize(("widths", "activation", "dtype"), COMPILED, ids=str)
 def test_compiles_with_hardly_a_spill(
-    widths: tuple[int, ...], activation: str, dtype: str, gpu: Gpu, compile_kernel: Compile
+    widths: tuple[int, ...], activation: str, dtype: str, gpu: Gpu, usage_of: UsageOf
 ) -> None:
     planned = tile(dense(*widths, activation=activation), dtype, LARGE, gpu)
     assert planned is not None
-    _, log = compile_kernel(planned.source("kernel"), "kernel", gpu.architecture, OPTIONS)
-    spilled = max(int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log))
-    assert spilled <= MOST_SPILLED, log
+    usage = usage_of(planned.source("kernel"), "kernel", gpu.architecture, OPTIONS)
+    assert usage.stored <= MOST_SPILLED, usage

@@ -4,13 +4,12 @@ tests/emulator, right results without a race. There two blocks are a cluster, wi
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from compiled import UsageOf
 from emulator.driver import Array, Emulator, decode, encode
-from once import Compile
 from oracle import kronecker
 
 from factorlayer.device.gpu import Gpu
@@ -92,13 +91,12 @@ def tiled(p: Sizes, q: Sizes, dtype: str, activation: str = "identity", **tiling
     ],
     ids=str,
 )
-def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile) -> None:
+def test_compiles_without_a_spill(p: Sizes, q: Sizes, dtype: str, usage_of: UsageOf) -> None:
     found = triple.tile(work_of(chain_of(p, q), dtype), LARGE, HOPPER)
     assert found is not None and found.shared <= HOPPER.shared
-    _, log = compile_kernel(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
-    assert "C7512" not in log
-    spilled = [int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)]
-    assert max(spilled) <= MOST_SPILLED, log
+    usage = usage_of(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    assert "C7512" not in usage.notes
+    assert usage.stored <= MOST_SPILLED, usage
 
 
 class Problem:
@@ -199,7 +197,7 @@ def backward_of(p: Sizes, q: Sizes, dtype: str, cluster: int = 2, **tiling: int)
     ("p", "q"), [((64,) * 3, (64,) * 3), ((48, 24, 64), (32, 32, 48)), ((64, 48, 32), (48, 24, 64))], ids=str
 )
 def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
-    p: Sizes, q: Sizes, dtype: str, compile_kernel: Compile
+    p: Sizes, q: Sizes, dtype: str, usage_of: UsageOf
 ) -> None:
     modes = tuple(Mode(((i, *sizes),)) for i, sizes in enumerate(zip(q, p, strict=True)))
     found = ways(OF_FACTORS, modes, 1, dtype, LARGE, HOPPER)
@@ -210,9 +208,9 @@ def test_all_gradients_of_many_samples_are_two_passes_and_their_sums(
     assert reduction.of.weights == sum(a * b for a, b in zip(p, q, strict=True)) == first.weights
     for each in (first, behind):
         assert each.shared <= HOPPER.shared
-        _, log = compile_kernel(each.source("kernel"), "kernel", "sm_90a", OPTIONS)
-        assert "C7512" not in log
-        assert max(int(bytes) for bytes in re.findall(r"(\d+) bytes spill stores", log)) <= MOST_SPILLED, log
+        usage = usage_of(each.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert "C7512" not in usage.notes
+        assert usage.stored <= MOST_SPILLED, usage
 
 
 @pytest.mark.parametrize(
