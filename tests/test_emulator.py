@@ -2313,7 +2313,7 @@ def test_finds_a_missing_barrier_of_a_gradient(emulator: Emulator) -> None:
         (64, "float32", "wait_for_products<1>();\n", "", "race"),
         (64, "bfloat16", "ring.wait_until_empty(position);", "", "has not landed"),
         (64, "bfloat16", "wait_for_copies<AHEAD>();", "", "has not landed"),
-        (64, "bfloat16", "fence_copy_engine();\n        arrive", "arrive", "no fence: a matrix unit"),
+        (64, "bfloat16", "fence_copy_engine();\n    arrive", "arrive", "no fence: a matrix unit"),
         (64, "bfloat16", "fence_copy_engine();\n      wait", "wait", "no fence: a matrix unit"),
         (64, "bfloat16", "sync_warpgroup(warpgroup);  // all", "// all", "race: a matrix unit"),
         (64, "bfloat16", "sync_warpgroup(warpgroup);  // dT has", "// dT has", "race"),
