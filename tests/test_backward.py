@@ -23,7 +23,7 @@ from factorlayer.activations.results import from_result
 from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -374,6 +374,21 @@ def test_the_gradient_of_x_may_be_a_sum_of_the_terms(
     torch.testing.assert_close(made, kept)
 
 
+@pytest.mark.parametrize(("us_at_once", "us_apart"), [(2.0, 3.0), (3.0, 2.0), (math.inf, 2.0)])
+def test_slopes_are_made_with_their_product_where_that_is_predicted_to_take_less(
+    us_at_once: float, us_apart: float
+) -> None:
+    chain = Chain.of(kronecker((4, 3), (2, 5)), True, "gelu")
+    before, slope = "tied 0 1 4 2 3; tied 1 2 3 5 1; bias", "gelu; slope 10"
+    predicted = {f"{before}; {slope}": us_at_once, before: us_apart / 2, slope: us_apart / 2}
+
+    def us(_: int) -> Callable[[str], float]:
+        return predicted.__getitem__
+
+    asked = [text for text, _ in texts(chain.text, anything, 3, 2, us)]
+    assert asked[:-1] == ([f"{before}; {slope}"] if us_at_once < us_apart else [before, slope])
+
+
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
 def test_what_no_samples_would_run_is_known_too(spec: LayerSpec) -> None:
     text = Chain.of(spec, True, "identity").text
@@ -596,24 +611,34 @@ def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> No
         plan(replace(Chain.of(kronecker((5,), (8,)), False, "relu"), through=8), "bfloat16", BATCHES[2], Gpu.of(90))
 
 
-def test_a_product_and_its_slopes_are_one_pass_where_that_family_has_it() -> None:
-    """Of one contraction on Hopper; others are refused, and their slopes are made from what a pass has stored."""
-    for dtype, (p, q), batch in itertools.product(("bfloat16", "tf32", "float32"), [(256, 256), (64, 136)], BATCHES):
-        chain = replace(Chain.of(kronecker((p,), (q,)), True, "relu"), slope=q)
+def test_a_product_and_its_slopes_are_one_plan_where_the_last_pass_makes_both() -> None:
+    """Others are refused, and their slopes are made from what a pass has stored."""
+    specs = [
+        kronecker((256,), (256,)),
+        kronecker((64,), (136,)),
+        kronecker((24, 32), (48, 64)),
+        kronecker((7, 9), (5, 8)),
+    ]
+    for dtype, spec, batch in itertools.product(DTYPES, specs, BATCHES):
+        chain = replace(Chain.of(spec, True, "gelu"), slope=spec.out_features)
         found = plan(chain, dtype, batch, Gpu.of(90))
         text = read_text(found.text())
-        split = [("none", "s2")] if dtype == "float32" else []
-        assert [(each.read, each.written) for each in text.passes] == [*split, ("x", "y")] and text.chunk == 0
-        assert "BESIDE = 1;" in text.passes[-1].source
+        *before, last = text.passes
+        assert last.written == "y" and (before or text.chunk == 0)
+        assert f"BESIDE = {len(spec.contractions)};" in last.source
+        assert not any("BESIDE = 1;" in each.source or "BESIDE = 2;" in each.source for each in before)
         plain = plan(replace(chain, activation="identity", slope=0), dtype, batch, Gpu.of(90))
-        alone = plan(slopes_of(q), dtype, batch, Gpu.of(90))
-        assert plain.us < found.us and (batch < BATCHES[-1] or found.us < plain.us + alone.us)
+        alone = plan(slopes_of(spec.out_features), dtype, batch, Gpu.of(90))
+        many = batch == BATCHES[-1] and dtype != "float64"  # of few, and in double, other families make the product
+        assert plain.us < found.us and (not many or found.us < plain.us + alone.us)
+    groups = monarch((4, 72), (72, 4), rank=16)
+    chain = replace(Chain.of(groups, True, "gelu"), slope=groups.out_features)
+    *before, last = read_text(plan(chain, "float32", BATCHES[2], Gpu.of(90)).text()).passes
+    assert before and "BESIDE = 2;" in last.source
     for spec, dtype, gpu in (
-        (kronecker((256,), (256,)), "float64", Gpu.of(90)),
-        (kronecker((256,), (256,)), "bfloat16", Gpu.of(80)),
-        (kronecker((255,), (256,)), "bfloat16", Gpu.of(90)),
-        (kronecker((32, 32), (32, 32)), "bfloat16", Gpu.of(90)),
-        (monarch((8, 64), (64, 8)), "bfloat16", Gpu.of(90)),
+        (kronecker((300, 3), (300, 3), rank=2), "float32", Gpu.of(90)),
+        (monarch((8, 64), (64, 8)), "bfloat16", Gpu.of(80)),
+        (monarch((8, 64), (64, 8)), "float64", Gpu.of(90)),
     ):
         chain = replace(Chain.of(spec, True, "relu"), slope=spec.out_features)
         with pytest.raises(PlanError, match="no pass makes the product and the slopes"):

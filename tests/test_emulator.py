@@ -38,6 +38,7 @@ from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import few
 from factorlayer.kernels.product.streamed import products
+from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense_streamed
@@ -51,10 +52,10 @@ from factorlayer.plan.cuts import cuts, modes_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
 from factorlayer.plan.registry import family_of
-from factorlayer.plan.registry.family import ways
+from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_WORK
 from factorlayer.plan.registry.monarch import OF_MONARCH
-from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT
+from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT, OF_PRODUCT_AND_SLOPES
 from factorlayer.plan.schemes import schemes
 
 # What a rounding may be off by, or two where sums are rounded as well
@@ -1574,7 +1575,8 @@ def test_slopes_with_their_product(
 ) -> None:
     """And zero where relu is, even of an infinite gradient."""
     chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), 1, True, activation, slope=outer * q)
-    found = plan(chain, dtype, planned, Gpu.of(90))
+    passes = with_halves(fastest(OF_PRODUCT_AND_SLOPES, *products(chain, dtype), planned, Gpu.of(90)))
+    found = Plan(chain, dtype, planned, Gpu.of(90), passes)
     split = ["WeightHalves"] if dtype == "float32" else []
     assert [type(each).__name__ for each in found.passes] == [*split, "Wide"]
     kernels, draw = emulator.compile(found), drawing(dtype)
@@ -1596,6 +1598,94 @@ def test_slopes_with_their_product(
         assert np.linalg.norm((made[fine] - right[fine])[clear[fine]]) <= 3 * EPS[dtype] * np.linalg.norm(right[fine])
         if activation == "relu":
             np.testing.assert_array_equal((made == 0)[clear], (right == 0)[clear])
+
+
+def check_slopes(found: Plan, spec: LayerSpec, activation: str, batch: int, emulator: Emulator) -> None:
+    """Of any plan whose last pass goes back through the activation: right, and in any order of blocks the same. An
+    infinite gradient stays with its sample."""
+    kernels, draw, dtype = emulator.compile(found), drawing(found.dtype), found.dtype
+    x, bias, grad = draw(batch, spec.in_features), draw(spec.out_features), draw(batch, spec.out_features)
+    weights = [decode(encode(draw(*shape) * shape[-1] ** -0.5, dtype), dtype).reshape(shape)
+               for shape in spec.weight_shapes]  # fmt: skip
+    z = naive(spec, *(torch.from_numpy(each) for each in (x,)), [torch.from_numpy(w) for w in weights])
+    right = torch.func.vjp(lambda z: activate(activation, z), z + torch.from_numpy(bias))[1](torch.from_numpy(grad))[0]
+    sick, healthy = batch // 2, np.zeros(0)
+    for seed in (1, 2):
+        made, errors = emulator.run(found, kernels, x, [*weights, grad], bias, blocks=2, seed=seed)
+        assert not errors, found
+        if seed == 1:
+            healthy = made[-1].reshape(batch, -1)
+            distance = np.linalg.norm(healthy - right.numpy())
+            assert distance <= 2 * EPS[dtype] * (1 + len(spec.contractions)) * np.linalg.norm(right), found
+            grad[sick] = np.inf
+        fine = np.arange(batch) != sick if seed > 1 else np.full(batch, True)
+        np.testing.assert_array_equal(made[-1].reshape(batch, -1)[fine], healthy[fine])
+
+
+# Of several contractions, by a resident pass: terms that it sums, of one x or with a state each, chunks, parts of a q,
+# modes by threads, two at one visit
+@pytest.mark.parametrize(
+    ("spec", "dtype", "activation", "batch", "planned"),
+    [
+        (kronecker((24, 32), (48, 64)), "bfloat16", "gelu", 9, LARGE),
+        (kronecker((9, 4, 12), (9, 5, 12)), "float64", "silu", 9, LARGE),
+        (kronecker((20, 24), (20, 24)), "float32", trace(torch.nn.Mish())[0].program, 40, LARGE),
+        (kronecker((20, 16), (21, 16), rank=2), "float16", "gelu", 40, LARGE),
+        (kronecker((4, 9), (6, 5), rank=2), "float32", "sine", 21, MEDIUM),
+        (kronecker((31, 17), (31, 17)), "bfloat16", "gelu", 5, SMALL),
+        (kronecker((7, 9, 3), (5, 11, 5)), "float16", "silu", 33, LARGE),
+        (kronecker((5, 8), (8, 7)), "tf32", "gelu", 40, SMALL),
+        (kronecker((16, 32), (16, 32)), "tf32", "gelu", 40, MEDIUM),
+        (kronecker((2, 120), (2, 120)), "float32", "silu", 3, LARGE),
+        (kronecker((2, 63, 5), (2, 63, 5), rank=2), "float64", "gelu", 3, LARGE),
+        (kronecker((18, 3, 48), (18, 3, 48), rank=2), "bfloat16", "gelu", 9, LARGE),
+        (kronecker((40, 137), (40, 137)), "bfloat16", "silu", 3, LARGE),
+        (kronecker((64, 64), (64, 64)), "tf32", "gelu", 1, SMALL),
+    ],
+    ids=str,
+)
+def test_slopes_behind_several_contractions(
+    spec: LayerSpec, dtype: str, activation: str, batch: int, planned: int, emulator: Emulator
+) -> None:
+    """Every way to finish that the last pass has."""
+    gpu = Gpu.of(90)
+    chain = replace(Chain.of(spec, True, activation), slope=spec.out_features)
+    check_slopes(plan(chain, dtype, planned, gpu), spec, activation, batch, emulator)
+    kinds: dict[tuple[object, ...], Plan] = {}
+    for works in cuts(chain, dtype):
+        *before, last = works
+        passes = [tiling.tile(work, planned, gpu) for work in before]
+        for _, fields, _ in sorted(tiling.candidates(last, planned, gpu), key=lambda found: found[0], reverse=True):
+            way, end = Resident(*fields), fields[1][-1]
+            kind = len(works), way.straight, way.alone, way.in_place, way.is_ragged, way.parts > 1
+            kind = *kind, isinstance(end, Stage), isinstance(end, Stage) and end.mt > 0
+            whole = [each for each in (*passes, way) if each]
+            if len(whole) == len(works):
+                kinds[kind] = Plan(chain, dtype, planned, gpu, tuple(whole))
+    assert {found.passes[-1].straight for found in kinds.values() if isinstance(found.passes[-1], Resident)}
+    for found in kinds.values():
+        check_slopes(found, spec, activation, batch, emulator)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "batch", "planned"),
+    [
+        (monarch((4, 72), (72, 4), rank=16), "bfloat16", 140, LARGE),
+        (monarch((4, 72), (72, 4), rank=16), "tf32", 70, LARGE),
+        (monarch((2, 40), (40, 2), rank=8), "float32", 70, LARGE),
+        (monarch((8, 40), (72, 8), rank=8), "float16", 70, LARGE),
+        (monarch((16, 64), (64, 16), rank=8), "bfloat16", 40, LARGE),
+        (monarch((8, 64), (64, 8), rank=8), "tf32", 40, LARGE),
+        (kronecker((8, 64), (8, 136)), "bfloat16", 40, LARGE),
+    ],
+    ids=str,
+)
+def test_slopes_behind_products_of_groups(
+    spec: LayerSpec, dtype: str, batch: int, planned: int, emulator: Emulator
+) -> None:
+    found = plan(replace(Chain.of(spec, True, "gelu"), slope=spec.out_features), dtype, planned, Gpu.of(90))
+    assert type(found.passes[-1]).__name__ == "Wide" or spec.structure == "kronecker"
+    check_slopes(found, spec, "gelu", batch, emulator)
 
 
 @pytest.mark.parametrize(

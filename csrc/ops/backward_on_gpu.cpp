@@ -36,7 +36,8 @@ Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tens
   params.batch = x.size(0);
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(beside);
-  run_on_cuda(text, &chain, x, x.size(1), features, params, kept);
+  const cuda::Rows rows{weights.size(), {features * bytes_of(dtype_of(x))}};
+  run_on_cuda(text, &chain, x, x.size(1), features, params, kept, nullptr, nullptr, rows);
   return gradient;
 }
 

@@ -187,7 +187,7 @@ def gradients(
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
     if chain.activation != "identity":
-        at_once, before, slope = slope_texts(text, fits)
+        at_once, before, slope = slope_texts(text, fits, ops.us(len(x)) if ops.us else None)
         learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
         if scalars:
             z = ops.forward(x, weights, bias, before)
@@ -500,12 +500,17 @@ def _back(chain: Chain) -> Chain:
 
 
 @functools.lru_cache(1024)
-def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
-    """What makes the gradient of what is activated: from x, if there is a kernel; else what is activated, then that."""
+def slope_texts(
+    text: str, fits: Callable[[Chain], bool], us: Callable[[str], float] | None = None
+) -> tuple[str | None, str, str]:
+    """What makes the gradient of what is activated: from x, if there is a kernel that is predicted to take less; else
+    what is activated, then that."""
     chain = Chain.parse(text)
     at_once = replace(chain, slope=chain.out_features)
-    slope = Chain((), activation=chain.activation, slope=chain.out_features)
-    return at_once.text if fits(at_once) else None, replace(chain, activation="identity").text, slope.text
+    before = replace(chain, activation="identity").text
+    slope = Chain((), activation=chain.activation, slope=chain.out_features).text
+    takes = fits(at_once) and (us is None or us(at_once.text) < us(before) + us(slope))
+    return at_once.text if takes else None, before, slope
 
 
 def _transposed(ops: Ops, weight: Tensor) -> Tensor:

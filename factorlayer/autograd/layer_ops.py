@@ -123,13 +123,14 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1
-    fits = cuda_ops(device, x.dtype).fits_of(batch)
+    ops = cuda_ops(device, x.dtype)
+    fits, us = ops.fits_of(batch), ops.us(batch) if ops.us else None
     planned = visits(text, everything, fits, slabs=batch % IN_SLABS == 0)
     back = [str(visit) for visit in reversed(planned)]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
     elif chain.activation != "identity":
-        where = "with the product, made again" if slope_texts(text, fits)[0] else "behind the product, made again"
+        where = "with the product, made again" if slope_texts(text, fits, us)[0] else "behind the product, made again"
         back.insert(0, f"activation: grad_y back through it, {where}")
     return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back])
 

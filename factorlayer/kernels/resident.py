@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from factorlayer.activations.written import activation_type
+from factorlayer.activations.written import activation_type, gradient
 from factorlayer.device.code import Long, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import scratch_of
@@ -174,6 +174,7 @@ class Resident(OfWork):
             + (f"; a state for each of {self.work.terms} terms" if self.work.terms > 1 else "")
             + (" by each block" if self.made > 1 else "")
             + ("; straight to memory" if self.straight else "")
+            + ("; grad_y back through its activation" if self.work.slope else "")
             + (f"; x from {len(self.work.inputs.features)} tensors" if self.work.inputs else "")
             + (f"; chunks of {self.chunk}" if self.chunk != self.work.inner else "")
         )
@@ -194,7 +195,7 @@ class Resident(OfWork):
         told |= {
             key: _access(self, layouts[-out], regions[out], out) for key, out in (("COPY", False), ("STORE", True))
         }
-        store_run *= not self.straight
+        store_run *= not (self.straight or work.slope)
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes, "kHeldBytes": self.held_bytes}
         told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
@@ -208,8 +209,10 @@ class Resident(OfWork):
             weight_at += stage.weight_bytes * self.terms
         told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
         told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
-        activation = activation_type(work.activation, work.dtype, work.scalars)
-        return [*kinds(work.dtype), activation, *self.ends, *constants(told), *self.loading, *self.calls]
+        told |= {"BESIDE": work.scalars if work.slope else -1}
+        activation = [activation_type("identity" if work.slope else work.activation, work.dtype, work.scalars)]
+        activation += [gradient(work.activation, work.dtype, "Gradient")] * work.slope
+        return [*kinds(work.dtype), *activation, *self.ends, *constants(told), *self.loading, *self.calls]
 
     @property
     def ends(self) -> list[str]:
@@ -436,6 +439,8 @@ def _stages(plan: Resident) -> list[str]:
     before = [f"  {call}" for call in calls[:-1]]
     lines = [
         f"typename C::template Sums<S{last}> y = {{}};",
+        f"typename C::template Beside<S{last}> beside;",
+        f"if (c.warp < S{last}::TILES) c.template load_beside<S{last}>(beside, c.warp, tile * UNITS);",
         f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
         f"  const u32 state = {x}{' + term * kHeldBytes' if plan.work.apart else ''};",
         *[*before[:1], f"  {load}"] * (plan.alone and bool(before)),
@@ -446,7 +451,7 @@ def _stages(plan: Resident) -> list[str]:
         "}",
         *["c.sync();", "c.load_next(tile, slot);"] * (plan.alone and not before),
         f"const u32 to = c.template out_address<S{last}>({x});",
-        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0);",
+        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0, beside);",
         "c.template end_stage<void>(0);",
     ]
     return function(head, lines)

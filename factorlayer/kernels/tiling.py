@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
@@ -142,7 +143,9 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
     run = chunk * size if chunk < work.inner else 128
     same = 1 if work.apart else work.terms // made  # blocks that read one x, which L2 has for all but one
     of_x = unit_in / same * (1 / gpu.memory_bytes + (same - 1) / gpu.l2_bytes)
-    memory = (of_x + unit_out / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
+    of_y = unit_out * (1 + work.slope)  # with grad_y, which is read where results go
+    memory = (of_x + of_y / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
+    functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
     for warps, fewer in itertools.product((1, 2, 4, 8, 16), (1, 4, 16) if work.rank > 1 else (1,)):
         units = units_of(unit, warps, total)
         if fewer > 1 and units % fewer:  # of a sum, a warp holds all its share: it may have to be a smaller one
@@ -152,8 +155,8 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
         move = units * (unit_in + unit_out) * size / gpu.shared_bytes
-        pieces = pieces_of(unit_in, work, chunk, work.inputs) + pieces_of(unit_out, work, chunk)
-        move += units * pieces / gpu.instructions
+        pieces = pieces_of(unit_in, work, chunk, work.inputs) + (1 + work.slope) * pieces_of(unit_out, work, chunk)
+        move += units * (pieces / gpu.instructions + functions / gpu.rates.special_functions)
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
@@ -170,9 +173,9 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
                 products = 0.0 if odd else _products_us(stages, warps, made, work.rank, gpu)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
-                fit = warps_that_fit(work, stages)
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
                 for straight, slots, alone in _ways(stages, terms, in_place, goes):
+                    fit = warps_that_fit(work, stages, straight)
                     slot, *sides = memory_of(stages, alone, in_place, straight)
                     slot *= work.held
                     group = slots * slot + sum(sides)
@@ -185,7 +188,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
                     behind = sum(stage.time(warps, gpu) for stage in stages[1:]) if alone else 0.0
-                    behind += units * unit_out / made * size / gpu.memory_bytes
+                    behind += units * of_y / made * size / gpu.memory_bytes
                     beside_x = not in_place and not straight and len(stages) % 2 == 1
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
                     if odd:
@@ -294,9 +297,13 @@ def of_pieces(access: int, run: int) -> float:
     return OF_PIECE + OF_LINE * 32 * access / min(run, LINE)
 
 
-def warps_that_fit(work: Work, stages: Stages) -> int:
+def warps_that_fit(work: Work, stages: Stages, straight: bool = False) -> int:
     """Warps that fit by their registers: a quarter of a block's warps shares 512 for each lane."""
     registers = max(stage.registers for stage in stages)
+    if work.slope and straight:  # what a lane's sums of the last stage meet waits for them, or for those of all terms
+        last = last_of(stages)
+        before = registers if work.rank > 1 else last.registers
+        registers = max(registers, before + last.mt * last.nt * ELEMENT_BYTES[work.dtype])
     if work.rank > 1:  # the last sums stay while the stages before them run
         last = last_of(stages)
         held = 4 * last.mt * last.nt or (work.rank - 1) * last.p * last.q

@@ -168,6 +168,7 @@ class Work:
     terms: int = 1
     apart: bool = False  # x has a state for each term
     transposed: bool = False  # weights lie in memory the other way round: as [p, q]
+    slope: bool = False  # the activation's, times a state like y that is read, as the weight behind the contractions'
     inputs: Inputs | None = None  # if x is several tensors
 
     @property

@@ -118,6 +118,7 @@ def works_of(chain: Chain, dtype: str, modes: tuple[Mode, ...], parts: list[list
                 activation=chain.activation if final else "identity",
                 scalars=len(chain.contractions),
                 inputs=inputs_of(chain) if begins else None,
+                slope=chain.slope > 0 and final,
             )
         )
         for i in part:

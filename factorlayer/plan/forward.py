@@ -11,7 +11,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.cuts import cuts
-from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan
+from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
 from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
@@ -36,9 +36,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         if best is None or found.weight < best.weight:
             best = found
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
-        alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
-        best = min(alone, best or alone, key=lambda found: found.weight)
-    if chain.inputs:
+        best = _one_by_one(chain, dtype, batch, gpu, best)
+    if chain.inputs or chain.slope:
         return best.passes
     at_once = [
         (offer.us / sum_us(offer.passes) * class_us(offer.passes, batch), offer.passes)
@@ -52,6 +51,18 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
     is_faster = bool(together) and WHOLE.margin.times * class_us(together, batch) < margin * class_us(apart, batch)
     return together if is_faster else apart
+
+
+def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | None) -> Plan:
+    """Contractions one by one, or another plan, if that is better or nobody goes back through the activation behind the
+    last of them."""
+    try:
+        alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
+    except PlanError:
+        if other is None:
+            raise
+        return other
+    return min(alone, other or alone, key=lambda found: found.weight)
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -17,7 +17,7 @@ from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.cuts import around, modes_of
-from factorlayer.plan.forward import dense
+from factorlayer.plan.forward import dense, forward
 from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.products import class_us, one_by_one, sum_us
 from factorlayer.plan.registry.family import Family, fastest, ways
@@ -63,9 +63,12 @@ def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if not chain.contractions:
         asked = chain.slope or chain.through, chain.activation, dtype, batch, gpu
         return fastest(OF_SLOPES, *asked, through=chain.through > 0)
+    if chain.parameters:
+        raise PlanError(f"the slopes of {chain.text!r} are PyTorch's, as what it has learned")
+    if chain.slope:
+        return forward(chain, dtype, batch, gpu)
     product, *further = products(chain, dtype)
-    takes = not further and chain.rank == 1 and not chain.parameters
-    found = fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu) if takes else ()
+    found = fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu) if not further and chain.rank == 1 else ()
     if not found:
         raise PlanError(f"no pass makes the product and the slopes of {chain.text!r} at once")
     return found

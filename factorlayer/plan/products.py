@@ -15,10 +15,10 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.plan import BATCHES, PlanError
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import fastest
-from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_OF_SOME, OF_TURN
+from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN
 
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
@@ -77,6 +77,10 @@ def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> 
 
 
 def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Pass:
+    if product.reads_beside:
+        if at_once := fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu):
+            return at_once[0]
+        raise PlanError(f"no pass makes the product and the slopes of {product.contraction} at once")
     (made,) = fastest(OF_PRODUCT, product, batch, gpu, first=first, last=last)
     if product.contraction.tied or not BATCHES[0] < batch <= BATCHES[1]:
         return made

@@ -15,7 +15,7 @@ from factorlayer.plan.plan import BATCHES
 from factorlayer.plan.products import class_us, product_pass
 from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.kronecker import OF_WORK
-from factorlayer.plan.registry.product import OF_MIXED_PRODUCT
+from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT_AND_SLOPES
 
 
 def least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
@@ -52,7 +52,9 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     outer = work.outer * math.prod(each.p for each in before)
     contraction = Contraction(weight, outer, p, q, work.inner, tied=True)
     product = Product(work.dtype, contraction, work.inner, 1, 1, q, inputs=work.inputs)
-    product = replace(product, bias=work.bias, activation=work.activation, scalars=work.scalars)
+    product = replace(product, bias=work.bias, activation=work.activation, scalars=work.scalars, slope=work.slope)
+    if not before and work.slope:
+        return next(iter(fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu)), None)
     if not before:
         return product_pass(product, batch, gpu)
     if work.inputs or len(before) > 1 or before[0].p != MIXED or before[0].q != MIXED or batch <= BATCHES[0]:

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from factorlayer import FactorLinear
 from factorlayer.functional import run
+from factorlayer.maths.chain import Chain
+from factorlayer.plan.planner import plan_text
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -179,6 +181,21 @@ def test_any_subset_is_right(case: Case, dtype: str) -> None:
                 for name, gradient in found.items():
                     off = (gradient.double() - everything[name].double()).norm() / everything[name].double().norm()
                     assert float(off) <= 16 * EPS[dtype], (wanted, name)
+
+
+def test_grad_y_moves_on_with_x_from_chunk_to_chunk() -> None:
+    """Slopes by the last pass of a plan make the same bits where all samples go through it together."""
+    spec = kronecker((24, 32), (48, 64))
+    chain = replace(Chain.of(spec, True, "gelu"), slope=spec.out_features)
+    whole = plan_text(chain.text, "float32", 1, *torch.ops.factorlayer.limits(0))
+    x, grad_y = (torch.randn(1800, n, device="cuda") for n in (spec.in_features, spec.out_features))
+    weights = [torch.randn(shape, device="cuda") for shape in spec.weight_shapes]
+    bias, found = torch.randn(spec.out_features, device="cuda"), []
+    assert whole.count("\nchunk 0\n") == 1
+    for text in (whole.replace("\nchunk 0\n", "\nchunk 700\n"), whole):
+        torch.ops.factorlayer.install(chain.text, "float32", 1, 0, text)
+        found.append(torch.ops.factorlayer.slopes(grad_y, x, weights, bias, chain.text))
+    assert torch.equal(*found)
 
 
 @few

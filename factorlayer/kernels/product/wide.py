@@ -243,14 +243,14 @@ class Wide(Pass):
 
     @property
     def told(self) -> list[str]:
-        p, c = self.product, self.product.contraction
+        p = self.product
         rounds = p.dtype == "tf32"
         more, fewer = self.registers
         told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
         told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": self.store}
-        told |= {"BESIDE": c.weight + 1 if p.reads_beside else -1}
+        told |= {"BESIDE": p.scalars if p.reads_beside else -1}
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
@@ -284,12 +284,13 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         splits = product.dtype == "float32"
         if consumers > 2 and (size == 2 or (held > 1 and not splits)):
             continue
-        most = MOST_HELD[size] - (20 if size == 2 and cluster > 1 else 0)  # an exchange needs some, too
+        deals = (size == 2 and cluster > 1) or (held > 1 and product.reads_beside)
+        most = MOST_HELD[size] - (20 if deals else 0)  # an exchange, or a state dealt to groups, needs some, too
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         most = MOST_SPLIT[consumers] if splits else most
         for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
-            sums += n * size // 8 if product.reads_beside else 0  # what waits for them
+            sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
             if sums <= most and plan.store >= 4 and plan.slots >= 3:
                 yield plan
@@ -310,7 +311,7 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     turned = product.size == 4  # a thread has two columns
     if fast == 1 or b % 2 == 0:
         yield 1, 2 if turned else row, 1
-    if fast == 1 or row % b or b == row or (turned and b > 2) or product.reads_beside:
+    if fast == 1 or row % b or b == row or (turned and b > 2):
         return
     run = max(2, b)
     for held in (2, 4, 8, 16):
@@ -318,7 +319,7 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
             yield held, run if turned else max(run, row // held), 1
         elif held < fast:
             yield held, run, 1
-            if held * b == row and fast % (2 * held) == 0:
+            if held * b == row and fast % (2 * held) == 0 and not product.reads_beside:
                 yield held, run, 2
 
 

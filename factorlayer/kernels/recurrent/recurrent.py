@@ -217,7 +217,8 @@ class Recurrent(AllSteps):
     @property
     def told(self) -> list[str]:
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "RESET_BEFORE": self.before}
+        told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}

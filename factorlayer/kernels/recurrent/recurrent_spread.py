@@ -121,7 +121,8 @@ class RecurrentSpread(AllSteps):
     def told(self) -> list[str]:
         stage, even = self.slice, self.hidden % 2 == 0
         told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias, "HIDDEN": self.hidden}
+        told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"HIDDEN": self.hidden}
         told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
         told |= {"ROW": self.row, "DOWN": self.goes_down, "TURNED": self.back}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}

@@ -50,6 +50,7 @@ class Takes:
     samples: tuple[int, int] = (1, ANY)  # that it is planned for
     sums: bool = False  # of several products: a rank, of which one pass or several may make the terms
     inputs: bool = False  # x as several tensors, read where they lie
+    slopes: bool = False  # back through the activation behind them, with grad_y or a result beside
     more: str = ""  # what else, for people
 
     def admits(self, asked: Asked) -> bool:
@@ -61,6 +62,7 @@ class Takes:
             and (asked.tied is None or self.tied in (None, asked.tied))
             and (self.sums or not asked.sums)
             and (self.inputs or not asked.inputs)
+            and (self.slopes or not asked.slopes)
             and (not asked.sizes or self.factors[0] <= len(asked.sizes) // 2 <= self.factors[1])
             and all(n <= most and (self.merged or n >= least) for n in asked.sizes)
         )
@@ -77,6 +79,7 @@ class Takes:
                 *parts,
                 *(["sums"] if self.sums else []),
                 *(["inputs"] if self.inputs else []),
+                *(["slopes"] if self.slopes else []),
                 *([self.more] if self.more else []),
             ]
         )
@@ -97,6 +100,7 @@ class Asked(NamedTuple):
     tied: bool | None  # None where there are both kinds, or none
     sums: bool
     inputs: bool = False  # whether x is several tensors
+    slopes: bool = False  # whether what is made goes back through an activation
 
     @classmethod
     def of(cls, *asked: Any) -> Asked:
@@ -105,7 +109,8 @@ class Asked(NamedTuple):
         what, dtype = subject[0], subject[-1] if isinstance(subject[-1], str) else subject[0].dtype
         sizes = tuple(n for pair in _sizes(what) for n in pair)
         first = what[0] if isinstance(what, tuple) and what else what
-        return cls(dtype, batch, gpu, sizes, *_kind(what), bool(getattr(first, "inputs", ())))
+        slopes = bool(getattr(first, "slope", 0) or getattr(first, "through", 0))
+        return cls(dtype, batch, gpu, sizes, *_kind(what), bool(getattr(first, "inputs", ())), slopes)
 
 
 def _sizes(what: Any) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,7 @@ RESIDENT = Family(
     tiling.tile,
     (Resident,),
     "resident",
-    Takes(sums=True, inputs=True),
+    Takes(sums=True, inputs=True, slopes=True),
 )
 SMALL_FLOAT = Family(
     "Four or five square factors of 4 or 8 in float",

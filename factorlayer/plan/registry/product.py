@@ -48,7 +48,7 @@ WIDE = Family(
     wide.tile,
     (wide.Wide,),
     "wide",
-    Takes(wide.DTYPES, ("wgmma",), (1, 1), sums=True),
+    Takes(wide.DTYPES, ("wgmma",), (1, 1), sums=True, slopes=True),
 )
 MAPPED = Family("One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1)))
 # The same of a dense layer, which is held against resident passes

@@ -17,7 +17,7 @@
 // A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
 // which producers, who have copied them, mix in place (mixing.cuh).
 //
-// With BESIDE (and one group, no cluster) sums become the gradient of what is activated: Activation takes each with what a
+// With BESIDE (and no cluster) sums become the gradient of what is activated: Activation takes each with what a
 // state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
 // by the accesses of the results. kernels/product/wide.py writes the constants:
 //
@@ -145,16 +145,17 @@ template <class Pass> struct Wide {
     at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     at.left_weight = Q - j;
-    if constexpr (Pass::BESIDE >= 0 && Pass::GROUPS == 1) fetch_beside(at.tile, thread);
+    if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread);
   }
   // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
   DEVICE void fetch_beside(const Tile& tile, int thread) const {
-    constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns, kLine);
-    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + tile.q;
+    constexpr int kEach = HELD == FAST ? FAST : 1;  // numbers of a column, side by side
+    constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns * kEach, kLine);
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + feature(tile, tile.q, tile.fast);
     ROLL for (int i = thread; i < kRows * kLines; i += 128) {
       const i64 row = tile.first + i / kLines;
       const int column = i % kLines * kLine;
-      if (row < rows() && tile.q + column < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
+      if (row < rows() && tile.q + column / kEach < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
     }
   }
   DEVICE void advance(Cursor& at, int thread) const {
@@ -404,43 +405,67 @@ template <class Pass> struct Wide {
   }
   static constexpr int kRuns = N / (kTurned ? 8 : 4 * RUN);
   // A cell, or two where a thread has 32 bytes side by side, a sector of L2. Those it shares with its neighbour, so that
-  // each access of a warp stores whole sectors: first those of the even thread, then those of the odd one.
+  // each access of a warp moves whole sectors: first those of the even thread, then those of the odd one.
+  static DEVICE int odd() { return Pass::PAIRED ? (kTurned ? threadIdx.x / 4 : threadIdx.x) & 1 : 0; }
+  static DEVICE void share_cells(u32 (&words)[kWords], u32 (&further)[kWords]) {
+    UNROLL for (int i = 0; i < kWords; ++i) {
+      const u32 given = __shfl_xor_sync(0xffffffff, odd() ? words[i] : further[i], kTurned ? 4 : 1);
+      words[i] = odd() ? given : words[i];
+      further[i] = odd() ? further[i] : given;
+    }
+  }
+  // move(further or words, elements behind the first of their row, whether they are there) as they are shared
+  template <class Move>
+  DEVICE void move_cells(u32 (&words)[kWords], u32 (&further)[kWords], const Tile& tile, int m, int e, bool here,
+                         const Move& move) const {
+    const int j = first_column(tile, m) - odd() * RUN;
+    const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
+    if constexpr (Pass::PAIRED)
+      move(further, feature(tile, c + RUN, fast) + odd() * kCell, here && (Q % kColumns == 0 || c + RUN < Q));
+    move(words, feature(tile, c, fast) + odd() * kCell,
+         here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST));
+  }
   DEVICE void store_cells(u32 (&words)[kWords], u32 (&further)[kWords], Element* to, const Tile& tile, int m, int e,
                           bool here) const {
-    const int t = threadIdx.x % 4, odd = Pass::PAIRED ? (kTurned ? threadIdx.x / 4 : t) & 1 : 0;
-    const int j = first_column(tile, m) - odd * RUN;
-    const int c = j + column_in_run(e), fast = tile.fast + group_of(e);
-    if constexpr (Pass::PAIRED) {
-      UNROLL for (int i = 0; i < kWords; ++i) {
-        const u32 given = __shfl_xor_sync(0xffffffff, odd ? words[i] : further[i], kTurned ? 4 : 1);
-        words[i] = odd ? given : words[i];
-        further[i] = odd ? further[i] : given;
-      }
-      if (here && (Q % kColumns == 0 || c + RUN < Q))
-        store_global<Pass::STORE>(to + feature(tile, c + RUN, fast) + odd * kCell, further);
-    }
-    if (here && (Q % kColumns == 0 || c < Q) && (FAST % (HELD * kBlocks) == 0 || fast < FAST))
-      store_global<Pass::STORE>(to + feature(tile, c, fast) + odd * kCell, words);
+    if constexpr (Pass::PAIRED) share_cells(words, further);
+    move_cells(words, further, tile, m, e, here, [&](const u32 (&from)[kWords], i64 at, bool there) {
+      if (there) store_global<Pass::STORE>(to + at, from);
+    });
   }
-  // A state where results will be: what cell() makes of them, the other way.
+  // What cell() makes of elements, back to where they were.
+  static DEVICE void put_cell(Held& held, int m, int half, int e, const u32 (&words)[kWords]) {
+    UNROLL for (int i = 0; i < kWords; ++i) {
+      if constexpr (!kPacked) {
+        const int c = m * RUN + column_in_run(e + i);
+        held[group_of(e + i)][c / 2 * 4 + c % 2 * 2 + half] = words[i];
+      } else if constexpr (HELD == 1 || kTogether % 2 == 0) {  // both are of one group
+        held[group_of(e + i * 2)][(m * RUN + column_in_run(e + i * 2)) / 2 * 2 + half] = words[i];
+      } else {
+        UNROLL for (int k = 0; k < 2; ++k) {
+          const int c = m * RUN + column_in_run(e + i * 2 + k);
+          u32& pair = held[group_of(e + i * 2 + k)][c / 2 * 2 + half];
+          const u32 one = k ? words[i] >> 16 : words[i] & 0xffff;
+          pair = c % 2 ? pair | one << 16 : one;  // columns come in their order
+        }
+      }
+    }
+  }
+  // A state where results will be
   DEVICE void load_beside(Held& held, const Tile& tile) const {
-    static_assert(HELD == 1 && !Pass::CLUSTER && !Pass::PAIRED && Pass::TERM_BLOCKS == 1);
+    static_assert(!Pass::CLUSTER && Pass::TERM_BLOCKS == 1);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
     UNROLL for (int m = 0; m < kRuns; ++m) {
       UNROLL for (int half = 0; half < 2; ++half) {
         const i64 r = row_of(tile, m, half);
         const Element* from = state + place(r, Pass::Y_SAMPLE, Q);
-        UNROLL for (int e = 0; e < RUN; e += kCell) {
-          const int c = first_column(tile, m) + e;
-          u32 words[kWords];
-          load_global<Pass::STORE>(from + feature(tile, c, tile.fast), words,
-                                   r < rows() && (Q % kColumns == 0 || c < Q));
-          UNROLL for (int i = 0; i < kWords; ++i) {
-            if constexpr (kPacked)
-              held[0][(m * RUN + e) / 2 * 2 + i * 2 + half] = words[i];
-            else
-              held[0][(m * RUN + e + i) / 2 * 4 + (e + i) % 2 * 2 + half] = words[i];
-          }
+        UNROLL for (int e = 0; e < RUN * HELD; e += Pass::PAIRED ? 2 * kCell : kCell) {
+          u32 words[kWords], further[kWords];
+          move_cells(words, further, tile, m, e, r < rows(), [&](u32 (&to)[kWords], i64 at, bool there) {
+            load_global<Pass::STORE>(from + at, to, there);
+          });
+          if constexpr (Pass::PAIRED) share_cells(words, further);
+          put_cell(held, m, half, e, words);
+          if constexpr (Pass::PAIRED) put_cell(held, m, half, e + kCell, further);
         }
       }
     }
