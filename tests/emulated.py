@@ -1,8 +1,8 @@
 """Kernels for GPUs that the campaign draws at random, at small sizes, and runs on the CPU by tests/emulator.
 
-Forward passes of layers and of stacks of dense ones, all gradients of Kronecker layers, layers on several inputs, and
-steps of recurrences and of decoders: right numbers, the same for any order of blocks, no race, no access outside of a
-tensor, no sample that another one reaches.
+Forward passes of layers and of stacks of dense ones, all gradients of Kronecker layers, products with the slopes behind
+them, layers on several inputs, and steps of recurrences and of decoders: right numbers, the same for any order of
+blocks, no race, no access outside of a tensor, no sample that another one reaches.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from test_emulator import (
     LEARNED,
     Case,
     all_gradients_of,
+    check_slopes,
     check_stack,
     stack_of,
     test_is_right_in_any_order_and_keeps_samples_apart,
@@ -62,7 +63,16 @@ class Emulated:
     def case(self, number: int) -> tuple[str, Callable[[], str]]:
         rng = random.Random(f"emulator {self.seed} {number}")
         words, run = rng.choice(
-            [self.layer, self.layer, self.gradients, self.stack, self.inputs, self.recurrence, self.decoder]
+            [
+                self.layer,
+                self.layer,
+                self.gradients,
+                self.slopes,
+                self.stack,
+                self.inputs,
+                self.recurrence,
+                self.decoder,
+            ]
         )(rng)
 
         def checked() -> str:
@@ -95,6 +105,17 @@ class Emulated:
             check_gradients(spec, found, batch, self.emulator)
 
         return f"gradients {spec_id(spec)} {dtype} n{batch} sm_{gpu.arch}", run
+
+    def slopes(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        spec, dtype, activation = drawn_spec(rng), rng.choice(DTYPES), rng.choice(SMOOTH)
+        batch = min(rng.choice([2, 3, 7, 16, 19, 33, 70]), max(2, int(WORK / spec.multiply_adds())))
+        chain = replace(Chain.of(spec, True, activation), slope=spec.out_features)
+        planned, gpu = rng.choice(BATCHES), Gpu.of(rng.choice([80, 90]))
+
+        def run() -> None:
+            check_slopes(plan(chain, dtype, planned, gpu), spec, activation, batch, self.emulator)
+
+        return f"slopes {spec_id(spec)} {dtype} {activation} n{batch} of {planned} sm_{gpu.arch}", run
 
     def stack(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         widths = [rng.choice([1, 3, 8, 12, 16, 20, 24, 32, 40, 48, 64]) for _ in range(rng.choice([3, 3, 4, 5]))]

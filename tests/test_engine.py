@@ -374,7 +374,7 @@ STACKS = [
 
 @dataclass(frozen=True)
 class SlopeCase:
-    """Of a dense layer with a bias, or of p = 0 activations that are given."""
+    """Of a dense layer with a bias, of a layer of several contractions, or of p = 0 activations that are given."""
 
     p: int
     q: int
@@ -383,13 +383,17 @@ class SlopeCase:
     architecture: str = "sm_90a"
     batch: int = BATCHES[2]
     through: bool = False  # from the result, and without a bias
+    spec: LayerSpec | None = None
 
     def __str__(self) -> str:
         way = "-through" if self.through else ""
-        return f"{self.architecture}-{self.dtype}-{self.p}-{self.q}-{self.activation}{way}-n{self.batch}"
+        sizes = spec_id(self.spec) if self.spec else f"{self.p}-{self.q}"
+        return f"{self.architecture}-{self.dtype}-{sizes}-{self.activation}{way}-n{self.batch}"
 
     @property
     def chain(self) -> Chain:
+        if self.spec:
+            return replace(Chain.of(self.spec, True, self.activation), slope=self.spec.out_features)
         contractions = (Contraction(0, 1, self.p, self.q, 1, tied=True),) if self.p else ()
         if self.through:
             return Chain(contractions, activation=self.activation, through=self.q)
@@ -425,6 +429,19 @@ SLOPES += [
     SlopeCase(0, 100, "float32", "elu", "sm_86", through=True),
     SlopeCase(0, 100, "bfloat16", "relu", "sm_90a", through=True),
     SlopeCase(0, 100, "float16", "softplus", "sm_120", through=True),
+]
+SLOPES += [
+    SlopeCase(0, 0, dtype, activation, architecture, spec=spec)
+    for architecture, spec, activation, dtypes in (
+        ("sm_90a", kronecker((24, 32), (48, 64)), "gelu", DTYPES),
+        ("sm_90a", kronecker((16, 16, 12), (8, 8, 12)), "silu", DTYPES),
+        ("sm_90a", kronecker((25, 31), (49, 63)), "gelu", DTYPES),
+        ("sm_90a", kronecker((24, 32), (48, 64), rank=2), "gelu", DTYPES),
+        ("sm_90a", monarch((4, 192), (768, 4), rank=48), "gelu", ("float32", "tf32", "bfloat16", "float16")),
+        ("sm_80", kronecker((24, 32), (48, 64)), "silu", ("float32", "bfloat16")),
+        ("sm_120", kronecker((48, 64), (24, 32)), "gelu", ("tf32", "float16")),
+    )
+    for dtype in dtypes
 ]
 
 
@@ -643,7 +660,7 @@ def test_both_gradients_of_one_factor_compile(case: GradientCase, compiled: Comp
 
 @pytest.mark.parametrize("case", SLOPES, ids=str)
 def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
-    check(compiled(case), case, SPILLED[case.dtype] if case.p else 0, case.activation == "sine")
+    check(compiled(case), case, SPILLED[case.dtype] if case.p or case.spec else 0, case.activation == "sine")
 
 
 @pytest.mark.parametrize("case", SUMS, ids=str)
