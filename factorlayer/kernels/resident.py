@@ -85,7 +85,7 @@ class Resident(OfWork):
     @property
     def held_bytes(self) -> int:
         """Bytes of one state in a slot."""
-        return memory_of(self.stages, self.alone, self.in_place, self.straight)[0]
+        return memory_of(self.stages, self.alone, self.in_place, self.result_beside)[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -94,7 +94,17 @@ class Resident(OfWork):
     @property
     def side_bytes(self) -> tuple[int, int]:
         """Buffers beside the slots: states of odd number, and those of even number where x is alone."""
-        return memory_of(self.stages, self.alone, self.in_place, self.straight)[1:]
+        return memory_of(self.stages, self.alone, self.in_place, self.result_beside)[1:]
+
+    @property
+    def result_beside(self) -> bool:
+        """Whether no result is among the states in shared memory: it goes straight to memory, or where grad_y is."""
+        return self.straight or self.work.slope
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of a tile's grad_y, behind the states."""
+        return self.last.result_bytes if self.work.slope else 0
 
     @property
     def result_apart(self) -> bool:
@@ -111,7 +121,7 @@ class Resident(OfWork):
 
     @property
     def group_bytes(self) -> int:
-        return self.slots * self.slot_bytes + sum(self.side_bytes)
+        return self.slots * self.slot_bytes + sum(self.side_bytes) + self.beside_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -160,6 +170,8 @@ class Resident(OfWork):
 
     def offset(self, state: int) -> int:
         """The place of a state in the group's memory; -1 is the slot."""
+        if self.work.slope and state == len(self.stages):
+            return self.group_bytes - self.beside_bytes
         if self.in_place or state == 0 or (state % 2 == 0 and not self.alone):
             return -1
         return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])
@@ -195,7 +207,7 @@ class Resident(OfWork):
         told |= {
             key: _access(self, layouts[-out], regions[out], out) for key, out in (("COPY", False), ("STORE", True))
         }
-        store_run *= not (self.straight or work.slope)
+        store_run *= not self.straight
         told |= {"LOAD_RUN": load_run, "STORE_RUN": store_run, "BULK_LOAD": load_run > 0, "BULK_STORE": store_run > 0}
         told |= {"kBarrierBytes": self.barrier_bytes, "kWeightBytes": self.weight_bytes, "kHeldBytes": self.held_bytes}
         told |= {"kSlotBytes": self.slot_bytes, "kGroupBytes": self.group_bytes, "SPLIT_STEP": Long(split_step)}
@@ -209,10 +221,17 @@ class Resident(OfWork):
             weight_at += stage.weight_bytes * self.terms
         told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
         told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
-        told |= {"BESIDE": work.scalars if work.slope else -1}
+        told |= {"BESIDE": work.scalars if work.slope else -1, "BESIDE_AT": self.group_bytes - self.beside_bytes}
+        told |= {"LATER": self._asked_later * (load_run == 0)}
         activation = [activation_type("identity" if work.slope else work.activation, work.dtype, work.scalars)]
         activation += [gradient(work.activation, work.dtype, "Gradient")] * work.slope
         return [*kinds(work.dtype), *activation, *self.ends, *constants(told), *self.loading, *self.calls]
+
+    @property
+    def _asked_later(self) -> int:
+        """Tiles of x that are asked for between a tile's grad_y and the sums that meet it."""
+        behind = self.final_offset < 0 and self.slots > 1
+        return int(behind or (self.alone and (len(self.stages) > 1 or (self.work.rank > 1 and self.last.mt > 0))))
 
     @property
     def ends(self) -> list[str]:
@@ -433,14 +452,11 @@ def _stages(plan: Resident) -> list[str]:
         apart = plan.held_bytes if plan.work.apart else 0
         to = "c.template out_address<S0>(x)"
         by_threads = f"c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, x, {to}, tile * UNITS);"
-        return function(
-            head, [f"const u32 x = {x};", by_threads, "c.template end_stage<void>(0);", "c.load_next(tile, slot);"]
-        )
+        ending = ["c.template end_stage<void>(0);", "c.load_next(tile, slot);"]
+        return function(head, [f"const u32 x = {x};", "c.wait_for_beside();", by_threads, *ending])
     before = [f"  {call}" for call in calls[:-1]]
     lines = [
         f"typename C::template Sums<S{last}> y = {{}};",
-        f"typename C::template Beside<S{last}> beside;",
-        f"if (c.warp < S{last}::TILES) c.template load_beside<S{last}>(beside, c.warp, tile * UNITS);",
         f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
         f"  const u32 state = {x}{' + term * kHeldBytes' if plan.work.apart else ''};",
         *[*before[:1], f"  {load}"] * (plan.alone and bool(before)),
@@ -451,7 +467,8 @@ def _stages(plan: Resident) -> list[str]:
         "}",
         *["c.sync();", "c.load_next(tile, slot);"] * (plan.alone and not before),
         f"const u32 to = c.template out_address<S{last}>({x});",
-        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0, beside);",
+        "c.wait_for_beside();",
+        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0);",
         "c.template end_stage<void>(0);",
     ]
     return function(head, lines)

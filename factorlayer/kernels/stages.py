@@ -291,12 +291,12 @@ NO_TILES = TileUs()
 
 def memory_of(stages: Stages, alone: bool, in_place: bool, straight: bool) -> tuple[int, int, int]:
     """Bytes of a slot, which may have x `alone`, and of the buffers beside it for states of odd and of even number; the
-    result is one of them, unless it goes `straight` to memory."""
+    result is one of them, unless it goes `straight` to memory, or has a place of its own."""
     states = [*(stage.state_bytes for stage in stages), *[last_of(stages).result_bytes] * (not straight)]
     if in_place:
         return max(states), 0, 0
     if alone:
-        return states[0], max(states[1::2]), max(states[2::2], default=0)
+        return states[0], max(states[1::2], default=0), max(states[2::2], default=0)
     return max(states[0::2]), max(states[1::2], default=0), 0
 
 

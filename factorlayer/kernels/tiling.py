@@ -154,7 +154,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
-        move = units * (unit_in + unit_out) * size / gpu.shared_bytes
+        move = units * (unit_in + of_y) * size / gpu.shared_bytes
         pieces = pieces_of(unit_in, work, chunk, work.inputs) + (1 + work.slope) * pieces_of(unit_out, work, chunk)
         move += units * (pieces / gpu.instructions + functions / gpu.rates.special_functions)
         seen: list[tuple[bool, Stages]] = []
@@ -173,23 +173,23 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
                 products = 0.0 if odd else _products_us(stages, warps, made, work.rank, gpu)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
+                fit = warps_that_fit(work, stages)
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
                 for straight, slots, alone in _ways(stages, terms, in_place, goes):
-                    fit = warps_that_fit(work, stages, straight)
-                    slot, *sides = memory_of(stages, alone, in_place, straight)
+                    slot, *sides = memory_of(stages, alone, in_place, straight or work.slope)
                     slot *= work.held
-                    group = slots * slot + sum(sides)
+                    group = slots * slot + sum(sides) + (last_of(stages).result_bytes if work.slope else 0)
                     groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
                     if groups < 1:
                         continue
                     tiles = -(-total // units)
                     groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
-                    barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms
+                    barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms + work.slope
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
                     behind = sum(stage.time(warps, gpu) for stage in stages[1:]) if alone else 0.0
                     behind += units * of_y / made * size / gpu.memory_bytes
-                    beside_x = not in_place and not straight and len(stages) % 2 == 1
+                    beside_x = not straight and (work.slope or (not in_place and len(stages) % 2 == 1))
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
                     if odd:
                         busy = odd_us(plain, warps, groups, gpu, made, work.rank, work.held)
@@ -297,13 +297,9 @@ def of_pieces(access: int, run: int) -> float:
     return OF_PIECE + OF_LINE * 32 * access / min(run, LINE)
 
 
-def warps_that_fit(work: Work, stages: Stages, straight: bool = False) -> int:
+def warps_that_fit(work: Work, stages: Stages) -> int:
     """Warps that fit by their registers: a quarter of a block's warps shares 512 for each lane."""
     registers = max(stage.registers for stage in stages)
-    if work.slope and straight:  # what a lane's sums of the last stage meet waits for them, or for those of all terms
-        last = last_of(stages)
-        before = registers if work.rank > 1 else last.registers
-        registers = max(registers, before + last.mt * last.nt * ELEMENT_BYTES[work.dtype])
     if work.rank > 1:  # the last sums stay while the stages before them run
         last = last_of(stages)
         held = 4 * last.mt * last.nt or (work.rank - 1) * last.p * last.q

@@ -9,8 +9,7 @@
 // writes; sizes that no matrix unit divides are padded with zeros in shared memory.
 //
 // With BESIDE sums become the gradient of what is activated: Gradient takes each with what a state like y has at its place,
-// grad_y. Where they go straight to memory, a warp loads those of a tile of its own ahead of its products, by the accesses of its
-// results; where a result lies in shared memory, threads take both as they store it. L2 is asked for them a tile ahead.
+// grad_y. That is copied to where a result lies, or would lie, in shared memory, while the stages before make the sums.
 //
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output
 //        (Regions); COPY and STORE, bytes of one access, or LOAD_RUN and STORE_RUN, elements of one run, where BULK_LOAD
@@ -21,7 +20,8 @@
 //        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first
 //        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
 //        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory;
-//        BESIDE, the parameter that grad_y is, or -1, and Gradient, of a sum and what is beside it
+//        BESIDE, the parameter that grad_y is, or -1, Gradient, of a sum and what is beside it, and LATER, tiles of x that are asked
+//        for between it and the last stage's end
 #pragma once
 #include "kernels/held_weights.cuh"
 #include "finish/pointwise.cuh"
@@ -254,8 +254,10 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       const u32 place = to + (Out::at(o * S::Q * S::I) + Out::at(i)) * kSize;
       const Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int q = 0; q < S::Q; ++q) {
+        Real grad[2] = {};
+        if constexpr (LAST) two_beside<kWide == 2>(place + q * S::TO * kSize, 1, true, kWide == 2, grad);
         UNROLL for (int k = 0; k < kWide; ++k)
-          y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true) : Math::rounded(y[q][k]);
+          y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true, grad[k]) : Math::rounded(y[q][k]);
         if constexpr (kWide == 2)
           store_shared(place + q * S::TO * kSize, Pair<Element>(y[q][0], y[q][1]));
         else
@@ -276,12 +278,26 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         if constexpr (R::WIDTH > 0) left = R::WIDTH - (of_sample + e / R::kSize) % R::CHUNKS * R::C;
       }
     }
-    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there) const {
+    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there, Sum<Element> grad) const {
       if constexpr (LAST && Pass::BIAS)
         if (there && (R::WIDTH == 0 || c % R::C < left)) sum += widen(bias[R::at(r) + R::at(c)]);
-      return chain.activation.of(sum);
+      if constexpr (LAST && Pass::BESIDE >= 0)
+        return Pass::Gradient::of(sum, grad);
+      else
+        return chain.activation.of(sum);
     }
   };
+  // What is beside two sums, if they are there, whose places in a result in shared memory are TOGETHER, or `further` elements apart
+  template <bool TOGETHER> DEVICE static void two_beside(u32 place, int further, bool there, bool second, Sum<Element> (&grad)[2]) {
+    if constexpr (Pass::BESIDE >= 0) {
+      if constexpr (TOGETHER) {
+        if (there) two_numbers(place, grad);
+      } else {
+        if (there) grad[0] = number(place);
+        if (second) grad[1] = number(place + further * kSize);
+      }
+    }
+  }
 
   // Of a stage by columns: lanes had better store some neighbouring tiles of 8 columns, TILES, in orders of their own. All lanes
   // storing the same tile, rows of q's that lie TO apart would meet in banks, every APART-th in the same ones: padding is behind
@@ -325,7 +341,9 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
       if constexpr (kScaled) first *= scale, second *= scale;
       if constexpr (LAST) {
-        first = finish.of(*this, first, r, c, true), second = finish.of(*this, second, r, c + 1, second_there);
+        Sum<Element> grad[2] = {};
+        two_beside<S::PAIRS>(place, further, true, second_there, grad);
+        first = finish.of(*this, first, r, c, true, grad[0]), second = finish.of(*this, second, r, c + 1, second_there, grad[1]);
       } else {
         first = Math::rounded(first), second = Math::rounded(second);
       }
@@ -385,98 +403,62 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       }
     }
   }
-  // What a state like y has where a warp tile's sums go straight to memory, as store_sums() stores these.
-  static constexpr int kTogether = kSize == 2 ? 2 : 1, kStored = 2 * kTogether * kSize;
-  static constexpr bool kBeside = Pass::BESIDE >= 0;
-  template <class S> struct Beside {
-    u32 words[kBeside && Pass::STRAIGHT ? S::NT / kTogether : 1][kBeside && Pass::STRAIGHT ? 2 * S::MT : 1][kStored / 4];
-  };
-  DEVICE const Element* beside() const { return static_cast<const Element*>(params.weights[Pass::BESIDE]); }
-  template <class S> DEVICE void load_beside(Beside<S>& beside, int tile, i64 first) const {
-    if constexpr (kBeside && Pass::STRAIGHT)
-      each_straight<S>(this->beside(), tile, first,
-                       [&](int n, int h, const Element* from, const Finish<true>&, int, int, bool, bool stored) {
-                         load_global<kStored>(from, beside.words[n / kTogether][h], stored);
-                       });
-  }
-
   // Two sums of a lane to memory, c-th and next of a row whose r-th element is the first of their own: four lanes store a sector
   // of 32 bytes. Of 16 bits neighbouring tiles of 8 columns are stored together, each by every second lane, which gets its
-  // neighbour's two numbers of that, as it gives it what it has loaded for it: `to` is where the first of what a lane stores lies.
-  // All lanes have to be here.
+  // neighbour's two numbers of that: `to` is where the first of what a lane stores lies. All lanes have to be here.
+  static constexpr int kTogether = kSize == 2 ? 2 : 1;
   DEVICE int exchanged() const { return kTogether == 2 ? lane.t % 2 * 6 : 0; }  // columns from a lane's sums to what it stores
   template <class S>
   DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed,
-                         bool stored, float scale, const Beside<S>& beside) const {
-    const auto pair = [&](int n, int c, const Sum<Element> (&grad)[2]) {
+                         bool stored, float scale, u32 place) const {
+    constexpr int kBytes = 2 * kTogether * kSize;
+    const auto pair = [&](int n, int c, u32 place) {
       auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
       if constexpr (S::SCALE >= 0 && Pass::RANK == 1) one *= scale, two *= scale;
-      one = finish.of(*this, one, r, c, summed), two = finish.of(*this, two, r, c + 1, summed);
-      if constexpr (kBeside) one = Pass::Gradient::of(one, grad[0]), two = Pass::Gradient::of(two, grad[1]);
-      return Pair<Element>(one, two);
+      Sum<Element> grad[2] = {};
+      two_beside<true>(place, 1, summed, summed, grad);
+      return Pair<Element>(finish.of(*this, one, r, c, summed, grad[0]), finish.of(*this, two, r, c + 1, summed, grad[1]));
     };
-    const auto two_of = [](const u32* words, Sum<Element> (&x)[2]) {
-      if constexpr (kSize == 2)
-        UNROLL for (int i = 0; i < 2; ++i) x[i] = widen(Element{u16(*words >> i * 16)});
-      else
-        UNROLL for (int i = 0; i < 2; ++i) x[i] = reinterpret_cast<const Element*>(words)[i];
-    };
-    Words<kStored> words;
-    [[maybe_unused]] Sum<Element> grad[kTogether][2] = {};
+    Words<kBytes> words;
     if constexpr (kTogether == 2) {
       const bool second = lane.t % 2;
-      if constexpr (kBeside) {
-        const u32 low = beside.words[n / 2][h][0], high = beside.words[n / 2][h][1];
-        const u32 given = __shfl_xor_sync(~0u, second ? low : high, 1), own = second ? given : low, next = second ? high : given;
-        two_of(&own, grad[0]), two_of(&next, grad[1]);
-      }
-      const u32 here = pair(n, c, grad[0]).bits, next = pair(n + 1, c + 8, grad[1]).bits;
+      const u32 here = pair(n, c, place).bits, next = pair(n + 1, c + 8, place + 8 * kSize).bits;
       const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
       const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
-      words = *reinterpret_cast<const Words<kStored>*>(&four);
+      words = *reinterpret_cast<const Words<kBytes>*>(&four);
     } else {
-      if constexpr (kBeside) two_of(beside.words[n][h], grad[0]);
-      const Pair<Element> two = pair(n, c, grad[0]);
-      words = *reinterpret_cast<const Words<kStored>*>(&two);
+      const Pair<Element> two = pair(n, c, place);
+      words = *reinterpret_cast<const Words<kBytes>*>(&two);
     }
-    if (stored) store_words<kStored>(to, words);
+    if (stored) store_words<kBytes>(to, words);
   }
 
   // The same as write() of the last stage, straight to memory.
-  template <class S>
-  DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term, const Beside<S>& beside) const {
-    [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = Base::template kept_scale<S>(term);
-    each_straight<S>(result(term), tile, first,
-                     [&](int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed, bool stored) {
-                       store_sums<S>(y, n, h, to, finish, r, c, summed, stored, scale, beside);
-                     });
-  }
-  // visit(n, h, where that goes, and of it what store_sums() is told) of each pair of sums of a warp tile, or two, that a lane stores:
-  // of a state like y that is `all`.
-  template <class S, class All, class Visit>
-  DEVICE void each_straight(All* all, int tile, i64 first, const Visit& visit) const {
+  template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, u32 beside, i64 first, int term) const {
     using R = typename Pass::Output;
     constexpr int kRows = S::ROWS / Pass::UNITS;  // of a unit
     static_assert(S::NT % kTogether == 0 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);
     const auto [row, o, i] = corner<S>(tile);
     const int mine = row + lane.g, column = i + lane.t * 2;
     const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first);
-    All* const begin = all + R::from(first);
+    [[maybe_unused]] float scale = 1;
+    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = Base::template kept_scale<S>(term);
+    Element* const begin = result(term) + R::from(first);
     if constexpr (S::BY_ROWS) {
-      All* const to = begin + i64(mine) * S::Q + column + exchanged();
+      Element* const to = begin + i64(mine) * S::Q + column + exchanged();
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         const Finish<true> finish(params, of_sample, (mine + h * 8) * S::Q);
         UNROLL for (int n = 0; n < S::NT; n += kTogether) {
           const int c = column + n * 8;
           const bool stored = mine + h * 8 < present * kRows && (S::Q % S::WIDE == 0 || c < S::Q);
-          visit(n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored);
+          const u32 place = beside + (S::Out::at((mine + h * 8) * S::Q) + c) * kSize;
+          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale, place);
         }
       }
     } else {
       const int chunk = R::chunk(first);
       const i64 step = R::at(S::I);  // from a q to the next
-      All* to = nullptr;
+      Element* to = nullptr;
       bool there = false;
       int left = 0;
       Finish<true> finish(params, of_sample, o * S::Q * S::I);
@@ -492,18 +474,18 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         const int other = c + exchanged();
         const bool in_row = there && (S::I == S::ACROSS * S::WIDE / S::DOWN || c < S::I);
         const bool in_chunk = R::WIDTH == 0 || other % R::C < left;
-        All* const at = to + R::at(other);
+        Element* const at = to + R::at(other);
         UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
           const bool summed = in_row && (S::M % (S::MT * 16) == 0 || mine + h * 8 < S::M);
-          visit(n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk);
+          const u32 place = beside + (S::Out::at((o + down) * S::Q * S::I) + (mine + h * 8) * S::TO + c) * kSize;
+          store_sums<S>(y, n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk, scale, place);
         }
       }
     }
   }
-  template <class S, class NEXT>
-  DEVICE void hand_on(Sums<S>& y, int tile, u32 to, i64 unit, int term, const Beside<S>& beside = {}) const {
+  template <class S, class NEXT> DEVICE void hand_on(Sums<S>& y, int tile, u32 to, i64 unit, int term) const {
     if constexpr (is_void<NEXT> && Pass::STRAIGHT)
-      write_straight<S>(y, tile, unit, term, beside);
+      write_straight<S>(y, tile, to, unit, term);
     else
       write<S, is_void<NEXT>>(y, tile, to, unit, term);
   }
@@ -565,6 +547,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     stage_to<S, NEXT>(term, slot, out_address<S>(slot), tile_index);
   }
   template <class S, class NEXT> DEVICE void stage_to(int term, u32 slot, u32 to, i64 tile_index) const {
+    if constexpr (is_void<NEXT>) wait_for_beside();
     if constexpr (S::BY_THREADS) {
       by_threads<S, is_void<NEXT>>(term, in_address<S>(slot), to, tile_index * Pass::UNITS);
     } else if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
@@ -575,10 +558,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
-        Beside<S> beside;
-        if constexpr (is_void<NEXT>) load_beside<S>(beside, tile, tile_index * Pass::UNITS);
         make<S>(y, tile, term, slot);
-        hand_on<S, NEXT>(y, tile, to, tile_index * Pass::UNITS, term, beside);
+        hand_on<S, NEXT>(y, tile, to, tile_index * Pass::UNITS, term);
       }
     }
     end_stage<NEXT>(to);
@@ -588,6 +569,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     using A = typename S::First;
     using B = typename S::Second;
     const u32 state = in_address<A>(slot), to = out_address<B>(slot);
+    if constexpr (is_void<NEXT>) wait_for_beside();
     ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
       constexpr int kTiles = A::Q / (A::MT * 16);  // of one row
       const u32 a = Base::template weight_address<A>(term) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
@@ -626,27 +608,22 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     const u32 from = Pass::FINAL < 0 ? slot_address(slot) : memory + Pass::FINAL;
     if constexpr (Pass::BULK_STORE) {
       if (warp == 0) store_runs(tile * Pass::UNITS, from, result(term));
-    } else if constexpr (kBeside) {
-      Base::template store_pieces_with<typename Pass::Output, typename Pass::Final, Pass::STORE>(
-          tile * Pass::UNITS, from, result(term), beside() + (result(term) - static_cast<const Element*>(params.y)),
-          [](Element z, Element grad) { return narrow<Element>(Pass::Gradient::of(widen(z), widen(grad))); });
     } else {
       Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, result(term));
     }
   }
 
-  // A tile of what is beside the sums, on its way to L2
-  DEVICE void fetch_beside(i64 tile) const {
-    using R = typename Pass::Output;
-    constexpr int kLine = 128 / kSize, kWhole = R::kDense ? Pass::UNITS * R::kSize : R::C;  // that lie together
-    constexpr int kEach = ceil_div(kWhole, kLine), kRows = R::kDense ? 1 : R::kSize / R::C;
-    if (tile >= tiles()) return;
-    const i64 first = tile * Pass::UNITS;
-    const int present = Base::present(first), units = R::kDense ? 1 : present;
-    const Element* const from = beside() + i64(blockIdx.y) * Pass::SPLIT_STEP;
-    ROLL for (int j = thread; j < units * kRows * kEach; j += kThreads) {
-      const int unit = j / (kRows * kEach), row = j / kEach % kRows, column = j % kEach * kLine;
-      if (!R::kDense || column < present * R::kSize) prefetch(from + R::unit(first + unit) + R::at(row * R::C) + column);
+  // What is beside a tile's sums, to where they will be
+  DEVICE void load_beside(i64 tile) const {
+    const Element* from = static_cast<const Element*>(params.weights[Pass::BESIDE]) + i64(blockIdx.y) * Pass::SPLIT_STEP;
+    Base::template load_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(from, tile * Pass::UNITS,
+                                                                                         memory + Pass::BESIDE_AT);
+    commit_copies();
+  }
+  DEVICE void wait_for_beside() const {
+    if constexpr (Pass::BESIDE >= 0) {
+      wait_for_copies<Pass::LATER>();
+      sync();
     }
   }
 
@@ -672,7 +649,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       load(first + slot * step(), slot);
       if constexpr (Pass::X_ALONE) pad(slot);
     }
-    if constexpr (kBeside) fetch_beside(first);
     Base::hold_weights(*this);
     int slot = 0, last = 0;
     u32 phase = 0;
@@ -687,9 +663,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       if constexpr (!Pass::X_ALONE) pad(slot);
       if constexpr (!kInTurn) finish_store();
       sync();  // x is there, and the last tile's result has left
-      if constexpr (kBehind)
-        if (tile != first) load(tile + (Pass::SLOTS - 1) * step(), last);
-      if constexpr (kBeside) fetch_beside(tile + step());
+      if constexpr (Pass::BESIDE >= 0) load_beside(tile);
+      if constexpr (kBehind) {
+        if (tile != first)
+          load(tile + (Pass::SLOTS - 1) * step(), last);
+        else if (Pass::LATER > 0)
+          commit_copies();
+      }
       ROLL for (int term = 0; term < Pass::MADE; ++term) {
         if (term > 0) {
           finish_store();

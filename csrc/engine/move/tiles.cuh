@@ -82,34 +82,6 @@ template <class Pass> struct Tiles {
         limit);
   }
 
-  // The same of what `made` makes of each element there and of one that a state like y has in its place.
-  template <class R, class L, int STORE, class Made>
-  DEVICE void store_pieces_with(i64 first, u32 from, Element* y, const Element* beside, const Made& made) const {
-    using M = Moved<R, L, STORE>;
-    struct Both {
-      Words<STORE> own;
-      u32 other[STORE < 4 ? 1 : STORE / 4];
-    };
-    const typename M::Walk lines(thread % M::THREADS);
-    parts_of<R, M>(first, [&](i64 begin, int element, auto here) {
-      lines.template each<STORE < 4 ? 16 : 4>(
-          element,
-          [&](int place, i64 offset, int e) {
-            Both both;
-            load_global<STORE>(beside + begin + offset, both.other, here(e));
-            both.own = load_words<STORE>(from + place * kSize);
-            return both;
-          },
-          [&](int, i64 offset, int e, const Both& both) {
-            if (!here(e)) return;
-            Words<STORE> words;
-            const auto *own = reinterpret_cast<const Element*>(&both.own), *other = reinterpret_cast<const Element*>(both.other);
-            UNROLL for (int i = 0; i < STORE / kSize; ++i) reinterpret_cast<Element*>(&words)[i] = made(own[i], other[i]);
-            store_words<STORE>(y + begin + offset, words);
-          });
-    });
-  }
-
   // What is too small to be copied, to shared memory: the loads of several are on their way together.
   template <int COUNT, int STEP, class Value, class At> static DEVICE void by_registers(int begin, Value value, At at) {
     constexpr int kRounds = ceil_div(COUNT, STEP), kAtOnce = kRounds < 16 ? kRounds : 16;

@@ -351,16 +351,31 @@ template <class Pass> struct Wide {
     return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
   }
 
-  using Held = u32[HELD][kPacked ? N / 4 : N / 2];
-  // What is read beside sum i
-  static DEVICE float beside(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
+  // Results of each group in the order of its sums; or, where a state is read beside those of several groups, which take turns in
+  // it, in that of memory: results take the places of what they are made with.
+  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
+  static constexpr int kHeld = kPacked ? N / 4 : N / 2;
+  using Held = u32[HELD][kHeld];
+  static constexpr bool kDeals = Pass::BESIDE >= 0 && HELD > 1;
+  // In that order: element e of run m, and which one a group's sum i is
+  static constexpr DEVICE int dealt(int m, int half, int e) { return (m * 2 + half) * RUN * HELD + e; }
+  static constexpr DEVICE int dealt_sum(int group, int i) {
+    const int c = i / 4 * 2 + (kPacked ? i % 2 : i / 2 % 2), half = kPacked ? i / 2 % 2 : i % 2, column = c % RUN;
+    return dealt(c / RUN, half, (column / kTogether * HELD + group) * kTogether + column % kTogether);
+  }
+  static DEVICE u32& word(Held& held, int at) { return held[at / kHeld][at % kHeld]; }
+  static DEVICE u32 word(const Held& held, int at) { return held[at / kHeld][at % kHeld]; }
+  static DEVICE u32 half_of(u32 word, int which) { return which ? word >> 16 : word & 0xffff; }
+  // What is read beside sum i of a group
+  static DEVICE float beside(const Held& held, int group, int i) {
+    const int at = kDeals ? dealt_sum(group, i) : group * kHeld * (kPacked ? 2 : 1) + i;
     if constexpr (kPacked)
-      return widen(Element{u16(i % 2 ? held[i / 2] >> 16 : held[i / 2])});
+      return widen(Element{u16(half_of(word(held, at / 2), at % 2))});
     else
-      return __uint_as_float(held[i]);
+      return __uint_as_float(word(held, at));
   }
   // Sums with bias and activation, rounded: two columns in a word, or one.
-  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
+  DEVICE void finish(float (&sum)[N / 2], Held& held, const Tile& tile, int group) const {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
     if constexpr (kBiasesByCells) add_biases(sum, tile);
@@ -370,25 +385,41 @@ template <class Pass> struct Wide {
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
       }
       if constexpr (Pass::BESIDE >= 0)
-        sum[i] = activation.of(sum[i], beside(held, i));
+        sum[i] = activation.of(sum[i], beside(held, group, i));
       else
         sum[i] = activation.of(sum[i]);
     }
     UNROLL for (int i = 0; i < N / 2; i += 2) {
       if constexpr (kPacked) {
-        held[i / 2] = Pair<Element>(sum[i], sum[i + 1]).bits;
+        const u32 pair = Pair<Element>(sum[i], sum[i + 1]).bits;
+        if constexpr (!kDeals) {
+          held[group][i / 2] = pair;
+        } else if constexpr (kTogether % 2 == 0) {
+          word(held, dealt_sum(group, i) / 2) = pair;
+        } else {
+          UNROLL for (int k = 0; k < 2; ++k) {
+            const int at = dealt_sum(group, i + k);
+            u32& both = word(held, at / 2);
+            both = at % 2 ? half_of(both, 0) | half_of(pair, k) << 16 : (both & 0xffff0000) | half_of(pair, k);
+          }
+        }
       } else {
-        held[i] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i])) : __float_as_uint(sum[i]);
-        held[i + 1] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i + 1])) : __float_as_uint(sum[i + 1]);
+        UNROLL for (int k = 0; k < 2; ++k) {
+          const u32 made = __float_as_uint(sum[i + k]);
+          word(held, kDeals ? dealt_sum(group, i + k) : group * kHeld + i + k) = Pass::ROUND_Y ? tf32_of(made) : made;
+        }
       }
     }
   }
 
   // Element e, in memory's order, of the RUN columns and HELD groups that a thread has in run m of a row.
-  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
   static constexpr DEVICE int group_of(int e) { return e / kTogether % HELD; }
   static constexpr DEVICE int column_in_run(int e) { return e / (kTogether * HELD) * kTogether + e % kTogether; }
   static DEVICE u32 element(const Held& held, int m, int half, int e) {
+    if constexpr (kDeals) {
+      const int at = dealt(m, half, e);
+      return kPacked ? half_of(word(held, at / 2), at % 2) : word(held, at);
+    }
     const int c = m * RUN + column_in_run(e), at = c / 2 * 2 + half;
     if constexpr (kPacked) {
       const u32 pair = held[group_of(e)][at];
@@ -435,20 +466,22 @@ template <class Pass> struct Wide {
   // What cell() makes of elements, back to where they were.
   static DEVICE void put_cell(Held& held, int m, int half, int e, const u32 (&words)[kWords]) {
     UNROLL for (int i = 0; i < kWords; ++i) {
-      if constexpr (!kPacked) {
-        const int c = m * RUN + column_in_run(e + i);
-        held[group_of(e + i)][c / 2 * 4 + c % 2 * 2 + half] = words[i];
-      } else if constexpr (HELD == 1 || kTogether % 2 == 0) {  // both are of one group
-        held[group_of(e + i * 2)][(m * RUN + column_in_run(e + i * 2)) / 2 * 2 + half] = words[i];
-      } else {
-        UNROLL for (int k = 0; k < 2; ++k) {
-          const int c = m * RUN + column_in_run(e + i * 2 + k);
-          u32& pair = held[group_of(e + i * 2 + k)][c / 2 * 2 + half];
-          const u32 one = k ? words[i] >> 16 : words[i] & 0xffff;
-          pair = c % 2 ? pair | one << 16 : one;  // columns come in their order
-        }
-      }
+      const int c = m * RUN + e + (kPacked ? i * 2 : i);  // of one group
+      word(held, kDeals   ? dealt(m, half, e) / (kPacked ? 2 : 1) + i
+                 : kPacked ? c / 2 * 2 + half
+                           : c / 2 * 4 + c % 2 * 2 + half) = words[i];
     }
+  }
+  // Neighbours share what they have loaded, when it is there.
+  static DEVICE void share_beside(Held& held) {
+    UNROLL for (int m = 0; m < kRuns; ++m)
+      UNROLL for (int half = 0; half < 2; ++half)
+        UNROLL for (int e = 0; e < RUN * HELD; e += 2 * kCell) {
+          u32 words[kWords], further[kWords];
+          cell(words, held, m, half, e), cell(further, held, m, half, e + kCell);
+          share_cells(words, further);
+          put_cell(held, m, half, e, words), put_cell(held, m, half, e + kCell, further);
+        }
   }
   // A state where results will be
   DEVICE void load_beside(Held& held, const Tile& tile) const {
@@ -463,7 +496,6 @@ template <class Pass> struct Wide {
           move_cells(words, further, tile, m, e, r < rows(), [&](u32 (&to)[kWords], i64 at, bool there) {
             load_global<Pass::STORE>(from + at, to, there);
           });
-          if constexpr (Pass::PAIRED) share_cells(words, further);
           put_cell(held, m, half, e, words);
           if constexpr (Pass::PAIRED) put_cell(held, m, half, e + kCell, further);
         }
@@ -681,7 +713,9 @@ template <class Pass> struct Wide {
         } else {
           add_up(sum, at);
         }
-        finish(sum, held[h], tile, h);
+        if constexpr (Pass::BESIDE >= 0 && Pass::PAIRED)
+          if (h == 0) share_beside(held);
+        finish(sum, held, tile, h);
       }
       if constexpr (Pass::CLUSTER)
         exchange(held, tile, int((n - first_tile()) / blocks() & 1));
