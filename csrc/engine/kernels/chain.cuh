@@ -547,20 +547,25 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     stage_to<S, NEXT>(term, slot, out_address<S>(slot), tile_index);
   }
   template <class S, class NEXT> DEVICE void stage_to(int term, u32 slot, u32 to, i64 tile_index) const {
-    if constexpr (is_void<NEXT>) wait_for_beside();
     if constexpr (S::BY_THREADS) {
+      if constexpr (is_void<NEXT>) wait_for_beside();
       by_threads<S, is_void<NEXT>>(term, in_address<S>(slot), to, tile_index * Pass::UNITS);
     } else if constexpr (S::IN_PLACE) {  // every warp holds its share while the others read
       Sums<S> y = {};
       if (warp < S::TILES) make<S>(y, warp, term, slot);
-      sync();
+      if constexpr (is_void<NEXT> && Pass::BESIDE >= 0)
+        wait_for_beside();
+      else
+        sync();
       if (warp < S::TILES) hand_on<S, NEXT>(y, warp, to, tile_index * Pass::UNITS, term);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
         make<S>(y, tile, term, slot);
+        if constexpr (is_void<NEXT>) wait_for_beside(tile == warp);
         hand_on<S, NEXT>(y, tile, to, tile_index * Pass::UNITS, term);
       }
+      if constexpr (is_void<NEXT>) wait_for_beside(warp >= S::TILES);
     }
     end_stage<NEXT>(to);
   }
@@ -569,7 +574,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     using A = typename S::First;
     using B = typename S::Second;
     const u32 state = in_address<A>(slot), to = out_address<B>(slot);
-    if constexpr (is_void<NEXT>) wait_for_beside();
     ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
       constexpr int kTiles = A::Q / (A::MT * 16);  // of one row
       const u32 a = Base::template weight_address<A>(term) + tile % kTiles * A::MT * 16 * A::W_STRIDE * kSize +
@@ -592,8 +596,10 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
             UNROLL for (int n = 0; n < B::NT; ++n) Math::template multiply<Math::kStep>(y[m][n], left[m], right[n]);
         }
       }
+      if constexpr (is_void<NEXT>) wait_for_beside(tile == warp);
       write<B, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS, term);
     }
+    if constexpr (is_void<NEXT>) wait_for_beside(warp >= B::TILES);
     end_stage<NEXT>(to);
   }
 
@@ -620,11 +626,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
                                                                                          memory + Pass::BESIDE_AT);
     commit_copies();
   }
-  DEVICE void wait_for_beside() const {
-    if constexpr (Pass::BESIDE >= 0) {
-      wait_for_copies<Pass::LATER>();
-      sync();
-    }
+  // Once for each warp and tile, the first time that it has sums, or where it has none
+  DEVICE void wait_for_beside(bool now = true) const {
+    if constexpr (Pass::BESIDE >= 0)
+      if (now) {
+        wait_for_copies<Pass::LATER>();
+        sync();
+      }
   }
 
   DEVICE void store_runs(i64 first, u32 from, Element* y) const {
