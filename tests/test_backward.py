@@ -633,12 +633,12 @@ def test_a_product_and_its_slopes_are_one_plan_where_the_last_pass_makes_both() 
         assert plain.us < found.us and (not many or found.us < plain.us + alone.us)
     groups = monarch((4, 72), (72, 4), rank=16)
     chain = replace(Chain.of(groups, True, "gelu"), slope=groups.out_features)
-    *before, last = read_text(plan(chain, "float32", BATCHES[2], Gpu.of(90)).text()).passes
+    *before, last = read_text(plan(chain, "tf32", BATCHES[2], Gpu.of(90)).text()).passes
     assert before and "BESIDE = 2;" in last.source
     for spec, dtype, gpu in (
         (kronecker((300, 3), (300, 3), rank=2), "float32", Gpu.of(90)),
-        (monarch((8, 64), (64, 8)), "bfloat16", Gpu.of(80)),
-        (monarch((8, 64), (64, 8)), "float64", Gpu.of(90)),
+        (monarch((8, 64), (64, 8)), "bfloat16", Gpu.of(90)),
+        (monarch((8, 64), (64, 8)), "tf32", Gpu.of(80)),
     ):
         chain = replace(Chain.of(spec, True, "relu"), slope=spec.out_features)
         with pytest.raises(PlanError, match="no pass makes the product and the slopes"):

@@ -1657,12 +1657,11 @@ def test_slopes_behind_several_contractions(
         passes = [tiling.tile(work, planned, gpu) for work in before]
         for _, fields, _ in sorted(tiling.candidates(last, planned, gpu), key=lambda found: found[0], reverse=True):
             way, end = Resident(*fields), fields[1][-1]
-            kind = len(works), way.straight, way.alone, way.in_place, way.is_ragged, way.parts > 1
+            kind = len(works), way.slots, way.alone, way.in_place, way.is_ragged, way.parts > 1
             kind = *kind, isinstance(end, Stage), isinstance(end, Stage) and end.mt > 0
             whole = [each for each in (*passes, way) if each]
             if len(whole) == len(works):
                 kinds[kind] = Plan(chain, dtype, planned, gpu, tuple(whole))
-    assert {found.passes[-1].straight for found in kinds.values() if isinstance(found.passes[-1], Resident)}
     for found in kinds.values():
         check_slopes(found, spec, activation, batch, emulator)
 
@@ -1670,13 +1669,10 @@ def test_slopes_behind_several_contractions(
 @pytest.mark.parametrize(
     ("spec", "dtype", "batch", "planned"),
     [
-        (monarch((4, 72), (72, 4), rank=16), "bfloat16", 140, LARGE),
         (monarch((4, 72), (72, 4), rank=16), "tf32", 70, LARGE),
-        (monarch((2, 40), (40, 2), rank=8), "float32", 70, LARGE),
-        (monarch((8, 40), (72, 8), rank=8), "float16", 70, LARGE),
-        (monarch((16, 64), (64, 16), rank=8), "bfloat16", 40, LARGE),
+        (monarch((2, 40), (40, 2), rank=8), "tf32", 70, LARGE),
         (monarch((8, 64), (64, 8), rank=8), "tf32", 40, LARGE),
-        (kronecker((8, 64), (8, 136)), "bfloat16", 40, LARGE),
+        (monarch((4, 96), (104, 4), rank=10), "tf32", 40, MEDIUM),
     ],
     ids=str,
 )
@@ -1684,7 +1680,7 @@ def test_slopes_behind_products_of_groups(
     spec: LayerSpec, dtype: str, batch: int, planned: int, emulator: Emulator
 ) -> None:
     found = plan(replace(Chain.of(spec, True, "gelu"), slope=spec.out_features), dtype, planned, Gpu.of(90))
-    assert type(found.passes[-1]).__name__ == "Wide" or spec.structure == "kronecker"
+    assert type(found.passes[-1]).__name__ == "Wide"
     check_slopes(found, spec, "gelu", batch, emulator)
 
 

@@ -230,8 +230,7 @@ class Resident(OfWork):
     @property
     def _asked_later(self) -> int:
         """Tiles of x that are asked for between a tile's grad_y and the sums that meet it."""
-        behind = self.final_offset < 0 and self.slots > 1
-        return int(behind or (self.alone and (len(self.stages) > 1 or (self.work.rank > 1 and self.last.mt > 0))))
+        return int(self.alone and (len(self.stages) > 1 or (self.work.rank > 1 and self.last.mt > 0)))
 
     @property
     def ends(self) -> list[str]:

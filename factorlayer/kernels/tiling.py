@@ -175,6 +175,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
                 fit = warps_that_fit(work, stages)
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
+                goes = goes and not work.slope  # grad_y lies where a result does
                 for straight, slots, alone in _ways(stages, terms, in_place, goes):
                     slot, *sides = memory_of(stages, alone, in_place, straight or work.slope)
                     slot *= work.held

@@ -9,7 +9,7 @@
 // writes; sizes that no matrix unit divides are padded with zeros in shared memory.
 //
 // With BESIDE sums become the gradient of what is activated: Gradient takes each with what a state like y has at its place,
-// grad_y. That is copied to where a result lies, or would lie, in shared memory, while the stages before make the sums.
+// grad_y. That is copied to where a result lies in shared memory, while stages make the sums.
 //
 // Pass:  Math, Element, Activation, BIAS; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output
 //        (Regions); COPY and STORE, bytes of one access, or LOAD_RUN and STORE_RUN, elements of one run, where BULK_LOAD
@@ -255,7 +255,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       const Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int q = 0; q < S::Q; ++q) {
         Real grad[2] = {};
-        if constexpr (LAST) two_beside<kWide == 2>(place + q * S::TO * kSize, 1, true, kWide == 2, grad);
+        if constexpr (LAST) two_beside<kWide == 2>(place + q * S::TO * kSize, 1, false, grad);
         UNROLL for (int k = 0; k < kWide; ++k)
           y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true, grad[k]) : Math::rounded(y[q][k]);
         if constexpr (kWide == 2)
@@ -278,7 +278,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         if constexpr (R::WIDTH > 0) left = R::WIDTH - (of_sample + e / R::kSize) % R::CHUNKS * R::C;
       }
     }
-    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there, Sum<Element> grad) const {
+    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there, Sum<Element> grad = 0) const {
       if constexpr (LAST && Pass::BIAS)
         if (there && (R::WIDTH == 0 || c % R::C < left)) sum += widen(bias[R::at(r) + R::at(c)]);
       if constexpr (LAST && Pass::BESIDE >= 0)
@@ -287,14 +287,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         return chain.activation.of(sum);
     }
   };
-  // What is beside two sums, if they are there, whose places in a result in shared memory are TOGETHER, or `further` elements apart
-  template <bool TOGETHER> DEVICE static void two_beside(u32 place, int further, bool there, bool second, Sum<Element> (&grad)[2]) {
+  // What is beside two sums, where they will be: TOGETHER, or `further` elements apart, if the second one is there
+  template <bool TOGETHER> DEVICE static void two_beside(u32 place, int further, bool second_there, Sum<Element> (&grad)[2]) {
     if constexpr (Pass::BESIDE >= 0) {
       if constexpr (TOGETHER) {
-        if (there) two_numbers(place, grad);
+        two_numbers(place, grad);
       } else {
-        if (there) grad[0] = number(place);
-        if (second) grad[1] = number(place + further * kSize);
+        grad[0] = number(place);
+        if (second_there) grad[1] = number(place + further * kSize);
       }
     }
   }
@@ -342,7 +342,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       if constexpr (kScaled) first *= scale, second *= scale;
       if constexpr (LAST) {
         Sum<Element> grad[2] = {};
-        two_beside<S::PAIRS>(place, further, true, second_there, grad);
+        two_beside<S::PAIRS>(place, further, second_there, grad);
         first = finish.of(*this, first, r, c, true, grad[0]), second = finish.of(*this, second, r, c + 1, second_there, grad[1]);
       } else {
         first = Math::rounded(first), second = Math::rounded(second);
@@ -410,31 +410,29 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   DEVICE int exchanged() const { return kTogether == 2 ? lane.t % 2 * 6 : 0; }  // columns from a lane's sums to what it stores
   template <class S>
   DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed,
-                         bool stored, float scale, u32 place) const {
+                         bool stored, float scale) const {
     constexpr int kBytes = 2 * kTogether * kSize;
-    const auto pair = [&](int n, int c, u32 place) {
+    const auto pair = [&](int n, int c) {
       auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
       if constexpr (S::SCALE >= 0 && Pass::RANK == 1) one *= scale, two *= scale;
-      Sum<Element> grad[2] = {};
-      two_beside<true>(place, 1, summed, summed, grad);
-      return Pair<Element>(finish.of(*this, one, r, c, summed, grad[0]), finish.of(*this, two, r, c + 1, summed, grad[1]));
+      return Pair<Element>(finish.of(*this, one, r, c, summed), finish.of(*this, two, r, c + 1, summed));
     };
     Words<kBytes> words;
     if constexpr (kTogether == 2) {
       const bool second = lane.t % 2;
-      const u32 here = pair(n, c, place).bits, next = pair(n + 1, c + 8, place + 8 * kSize).bits;
+      const u32 here = pair(n, c).bits, next = pair(n + 1, c + 8).bits;
       const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
       const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
       words = *reinterpret_cast<const Words<kBytes>*>(&four);
     } else {
-      const Pair<Element> two = pair(n, c, place);
+      const Pair<Element> two = pair(n, c);
       words = *reinterpret_cast<const Words<kBytes>*>(&two);
     }
     if (stored) store_words<kBytes>(to, words);
   }
 
   // The same as write() of the last stage, straight to memory.
-  template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, u32 beside, i64 first, int term) const {
+  template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term) const {
     using R = typename Pass::Output;
     constexpr int kRows = S::ROWS / Pass::UNITS;  // of a unit
     static_assert(S::NT % kTogether == 0 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);
@@ -451,8 +449,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         UNROLL for (int n = 0; n < S::NT; n += kTogether) {
           const int c = column + n * 8;
           const bool stored = mine + h * 8 < present * kRows && (S::Q % S::WIDE == 0 || c < S::Q);
-          const u32 place = beside + (S::Out::at((mine + h * 8) * S::Q) + c) * kSize;
-          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale, place);
+          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale);
         }
       }
     } else {
@@ -477,15 +474,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         Element* const at = to + R::at(other);
         UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
           const bool summed = in_row && (S::M % (S::MT * 16) == 0 || mine + h * 8 < S::M);
-          const u32 place = beside + (S::Out::at((o + down) * S::Q * S::I) + (mine + h * 8) * S::TO + c) * kSize;
-          store_sums<S>(y, n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk, scale, place);
+          store_sums<S>(y, n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk, scale);
         }
       }
     }
   }
   template <class S, class NEXT> DEVICE void hand_on(Sums<S>& y, int tile, u32 to, i64 unit, int term) const {
     if constexpr (is_void<NEXT> && Pass::STRAIGHT)
-      write_straight<S>(y, tile, to, unit, term);
+      write_straight<S>(y, tile, unit, term);
     else
       write<S, is_void<NEXT>>(y, tile, to, unit, term);
   }
@@ -672,12 +668,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       if constexpr (!kInTurn) finish_store();
       sync();  // x is there, and the last tile's result has left
       if constexpr (Pass::BESIDE >= 0) load_beside(tile);
-      if constexpr (kBehind) {
-        if (tile != first)
-          load(tile + (Pass::SLOTS - 1) * step(), last);
-        else if (Pass::LATER > 0)
-          commit_copies();
-      }
+      if constexpr (kBehind)
+        if (tile != first) load(tile + (Pass::SLOTS - 1) * step(), last);
       ROLL for (int term = 0; term < Pass::MADE; ++term) {
         if (term > 0) {
           finish_store();

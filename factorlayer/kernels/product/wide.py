@@ -311,7 +311,8 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     turned = product.size == 4  # a thread has two columns
     if fast == 1 or b % 2 == 0:
         yield 1, 2 if turned else row, 1
-    if fast == 1 or row % b or b == row or (turned and b > 2):
+    beside = product.reads_beside and product.dtype != "tf32"  # others are faster without, and slopes behind them
+    if fast == 1 or row % b or b == row or (turned and b > 2) or beside:
         return
     run = max(2, b)
     for held in (2, 4, 8, 16):

@@ -17,7 +17,7 @@
 // A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
 // which producers, who have copied them, mix in place (mixing.cuh).
 //
-// With BESIDE (and no cluster) sums become the gradient of what is activated: Activation takes each with what a
+// With BESIDE (and no cluster, or of 16 bits several groups) sums become the gradient of what is activated: Activation takes each with what a
 // state has at its place, grad_y, or, if the sums are that, the activation's result. It is loaded while the sums are made,
 // by the accesses of the results. kernels/product/wide.py writes the constants:
 //
@@ -351,31 +351,16 @@ template <class Pass> struct Wide {
     return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
   }
 
-  // Results of each group in the order of its sums; or, where a state is read beside those of several groups, which take turns in
-  // it, in that of memory: results take the places of what they are made with.
-  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
-  static constexpr int kHeld = kPacked ? N / 4 : N / 2;
-  using Held = u32[HELD][kHeld];
-  static constexpr bool kDeals = Pass::BESIDE >= 0 && HELD > 1;
-  // In that order: element e of run m, and which one a group's sum i is
-  static constexpr DEVICE int dealt(int m, int half, int e) { return (m * 2 + half) * RUN * HELD + e; }
-  static constexpr DEVICE int dealt_sum(int group, int i) {
-    const int c = i / 4 * 2 + (kPacked ? i % 2 : i / 2 % 2), half = kPacked ? i / 2 % 2 : i % 2, column = c % RUN;
-    return dealt(c / RUN, half, (column / kTogether * HELD + group) * kTogether + column % kTogether);
-  }
-  static DEVICE u32& word(Held& held, int at) { return held[at / kHeld][at % kHeld]; }
-  static DEVICE u32 word(const Held& held, int at) { return held[at / kHeld][at % kHeld]; }
-  static DEVICE u32 half_of(u32 word, int which) { return which ? word >> 16 : word & 0xffff; }
-  // What is read beside sum i of a group
-  static DEVICE float beside(const Held& held, int group, int i) {
-    const int at = kDeals ? dealt_sum(group, i) : group * kHeld * (kPacked ? 2 : 1) + i;
+  using Held = u32[HELD][kPacked ? N / 4 : N / 2];
+  // What is read beside sum i
+  static DEVICE float beside(const u32 (&held)[kPacked ? N / 4 : N / 2], int i) {
     if constexpr (kPacked)
-      return widen(Element{u16(half_of(word(held, at / 2), at % 2))});
+      return widen(Element{u16(i % 2 ? held[i / 2] >> 16 : held[i / 2])});
     else
-      return __uint_as_float(word(held, at));
+      return __uint_as_float(held[i]);
   }
   // Sums with bias and activation, rounded: two columns in a word, or one.
-  DEVICE void finish(float (&sum)[N / 2], Held& held, const Tile& tile, int group) const {
+  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
     if constexpr (kBiasesByCells) add_biases(sum, tile);
@@ -385,41 +370,25 @@ template <class Pass> struct Wide {
         sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
       }
       if constexpr (Pass::BESIDE >= 0)
-        sum[i] = activation.of(sum[i], beside(held, group, i));
+        sum[i] = activation.of(sum[i], beside(held, i));
       else
         sum[i] = activation.of(sum[i]);
     }
     UNROLL for (int i = 0; i < N / 2; i += 2) {
       if constexpr (kPacked) {
-        const u32 pair = Pair<Element>(sum[i], sum[i + 1]).bits;
-        if constexpr (!kDeals) {
-          held[group][i / 2] = pair;
-        } else if constexpr (kTogether % 2 == 0) {
-          word(held, dealt_sum(group, i) / 2) = pair;
-        } else {
-          UNROLL for (int k = 0; k < 2; ++k) {
-            const int at = dealt_sum(group, i + k);
-            u32& both = word(held, at / 2);
-            both = at % 2 ? half_of(both, 0) | half_of(pair, k) << 16 : (both & 0xffff0000) | half_of(pair, k);
-          }
-        }
+        held[i / 2] = Pair<Element>(sum[i], sum[i + 1]).bits;
       } else {
-        UNROLL for (int k = 0; k < 2; ++k) {
-          const u32 made = __float_as_uint(sum[i + k]);
-          word(held, kDeals ? dealt_sum(group, i + k) : group * kHeld + i + k) = Pass::ROUND_Y ? tf32_of(made) : made;
-        }
+        held[i] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i])) : __float_as_uint(sum[i]);
+        held[i + 1] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i + 1])) : __float_as_uint(sum[i + 1]);
       }
     }
   }
 
   // Element e, in memory's order, of the RUN columns and HELD groups that a thread has in run m of a row.
+  static constexpr int kTogether = B < RUN ? B : RUN;  // columns of a group that lie together
   static constexpr DEVICE int group_of(int e) { return e / kTogether % HELD; }
   static constexpr DEVICE int column_in_run(int e) { return e / (kTogether * HELD) * kTogether + e % kTogether; }
   static DEVICE u32 element(const Held& held, int m, int half, int e) {
-    if constexpr (kDeals) {
-      const int at = dealt(m, half, e);
-      return kPacked ? half_of(word(held, at / 2), at % 2) : word(held, at);
-    }
     const int c = m * RUN + column_in_run(e), at = c / 2 * 2 + half;
     if constexpr (kPacked) {
       const u32 pair = held[group_of(e)][at];
@@ -463,13 +432,15 @@ template <class Pass> struct Wide {
       if (there) store_global<Pass::STORE>(to + at, from);
     });
   }
-  // What cell() makes of elements, back to where they were.
+  // What cell() makes of a state, back to where that was.
   static DEVICE void put_cell(Held& held, int m, int half, int e, const u32 (&words)[kWords]) {
     UNROLL for (int i = 0; i < kWords; ++i) {
-      const int c = m * RUN + e + (kPacked ? i * 2 : i);  // of one group
-      word(held, kDeals   ? dealt(m, half, e) / (kPacked ? 2 : 1) + i
-                 : kPacked ? c / 2 * 2 + half
-                           : c / 2 * 4 + c % 2 * 2 + half) = words[i];
+      if constexpr (kPacked) {
+        held[0][(m * RUN + e) / 2 * 2 + i * 2 + half] = words[i];
+      } else {
+        const int c = m * RUN + column_in_run(e + i);
+        held[group_of(e + i)][c / 2 * 4 + c % 2 * 2 + half] = words[i];
+      }
     }
   }
   // Neighbours share what they have loaded, when it is there.
@@ -485,7 +456,7 @@ template <class Pass> struct Wide {
   }
   // A state where results will be
   DEVICE void load_beside(Held& held, const Tile& tile) const {
-    static_assert(!Pass::CLUSTER && Pass::TERM_BLOCKS == 1);
+    static_assert((HELD == 1 || !kPacked) && !Pass::CLUSTER && Pass::TERM_BLOCKS == 1);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
     UNROLL for (int m = 0; m < kRuns; ++m) {
       UNROLL for (int half = 0; half < 2; ++half) {
@@ -715,7 +686,7 @@ template <class Pass> struct Wide {
         }
         if constexpr (Pass::BESIDE >= 0 && Pass::PAIRED)
           if (h == 0) share_beside(held);
-        finish(sum, held, tile, h);
+        finish(sum, held[h], tile, h);
       }
       if constexpr (Pass::CLUSTER)
         exchange(held, tile, int((n - first_tile()) / blocks() & 1));
