@@ -615,12 +615,25 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     }
   }
 
-  // What is beside a tile's sums, to where they will be
+  // What is beside a tile's sums, to where they will be. Single elements of 16 bits come through registers, from L2, which is asked
+  // for them a tile ahead.
+  DEVICE const Element* beside() const {
+    return static_cast<const Element*>(params.weights[Pass::BESIDE]) + i64(blockIdx.y) * Pass::SPLIT_STEP;
+  }
   DEVICE void load_beside(i64 tile) const {
-    const Element* from = static_cast<const Element*>(params.weights[Pass::BESIDE]) + i64(blockIdx.y) * Pass::SPLIT_STEP;
-    Base::template load_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(from, tile * Pass::UNITS,
+    Base::template load_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(beside(), tile * Pass::UNITS,
                                                                                          memory + Pass::BESIDE_AT);
     commit_copies();
+    if constexpr (Pass::STORE < 4) fetch_beside(tile + step());
+  }
+  DEVICE void fetch_beside(i64 tile) const {
+    using R = typename Pass::Output;
+    constexpr int kLine = 128 / kSize, kRows = R::kSize / R::C;
+    constexpr int kEach = R::WIDTH > 0 ? 1 : ceil_div(R::C, kLine);  // a last chunk may have no more
+    const i64 first = tile * Pass::UNITS;
+    const int count = tile < tiles() ? Base::present(first) * kRows * kEach : 0;
+    ROLL for (int j = thread; j < count; j += kThreads)
+      prefetch(beside() + R::unit(first + j / (kRows * kEach)) + R::at(j / kEach % kRows * R::C) + j % kEach * kLine);
   }
   // Once for each warp and tile, the first time that it has sums, or where it has none
   DEVICE void wait_for_beside(bool now = true) const {
