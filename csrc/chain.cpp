@@ -13,13 +13,13 @@
 namespace factorlayer {
 
 int64_t Chain::in_features() const {
-  if (contractions.empty()) return turned + slope + through + sums;
+  if (contractions.empty()) return std::max({turned, slope, through, sums});  // which agree
   const Contraction& c = contractions.front();
   return c.outer * c.p * c.inner;
 }
 
 int64_t Chain::out_features() const {
-  if (contractions.empty()) return turned + slope + through + sums;
+  if (contractions.empty()) return std::max({turned, slope, through, sums});  // which agree
   const Contraction& c = contractions.back();
   return c.outer * c.q * c.inner;
 }
@@ -184,18 +184,20 @@ static int64_t parse_turn(const std::string& name, Words& words, const Chain& ch
   if (!words || !is_size({outer, rows, columns}))
     throw std::invalid_argument("\"" + name + "\" needs three positive sizes that memory can hold");
   const bool of_x = chain.backward && name == "turn";
-  if (!chain.contractions.empty() && (of_x ? chain.in_features() : chain.out_features()) != outer * rows * columns)
+  const int64_t features = of_x ? chain.in_features() : chain.out_features();
+  const bool is_known = !chain.contractions.empty() || (features && name == "turn");
+  if (is_known && features != outer * rows * columns)
     throw std::invalid_argument("\"" + name + "\" disagrees about the size of " + (of_x ? "x" : "y"));
   return outer * rows * columns;
 }
 
-// Of "slope", "through" and "sums".
+// Of "slope", "through" and "sums", which agree.
 static int64_t parse_features(const std::string& name, Words& words, const Chain& chain) {
   int64_t features = 0;
   words >> features;
   if (!words || !is_size({features}))
     throw std::invalid_argument("\"" + name + "\" needs a positive size that memory can hold");
-  if (!chain.contractions.empty() && chain.out_features() != features)
+  if ((!chain.contractions.empty() || chain.slope || chain.through) && chain.out_features() != features)
     throw std::invalid_argument("\"" + name + "\" disagrees about the size of y");
   return features;
 }
@@ -210,7 +212,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
 // it is one, which may have slabs before tf32, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
 // mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both may be all. sums stands
-// alone.
+// alone, or behind either; and behind what is all of these three, a turn may stand.
 static Chain parse(const std::string& text) {
   check_letters(text);
   if (text.empty()) throw std::invalid_argument("there is no contraction in it");
@@ -219,7 +221,9 @@ static Chain parse(const std::string& text) {
   for (const std::string& stage : split(text, "; ")) {
     Words words(stage);
     const std::string name = words.next();
-    if (chain.tf32) throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
+    const bool last = chain.slope || chain.through || chain.sums;  // but for these
+    if (chain.tf32 || (last && name != "sums" && name != "turn" && name != "tf32"))
+      throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {
       chain.inputs = parse_inputs(words);
@@ -228,7 +232,8 @@ static Chain parse(const std::string& text) {
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
     } else if (name == "turn") {
-      if (finishing && !(chain.backward && !chain.bias && !chain.turned && !chain.mixed && !chain.slabs))
+      const bool of_x = chain.backward && !chain.bias && !chain.mixed && !chain.slabs;
+      if (chain.turned || (last ? !chain.contractions.empty() : finishing && !of_x))
         throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(name, words, chain);
     } else if (name == "mixed") {
@@ -251,7 +256,7 @@ static Chain parse(const std::string& text) {
         throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
       features = parse_features(name, words, chain);
     } else if (name == "sums") {
-      if (text.find(';') != std::string::npos)
+      if (chain.sums || chain.turned || (!last && (finishing || chain.x_turned || chain.rank > 1 || !chain.contractions.empty())))
         throw std::invalid_argument("\"sums\" stands in the wrong place");
       chain.sums = parse_features(name, words, chain);
     } else if (name == "backward") {

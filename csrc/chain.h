@@ -16,7 +16,9 @@
 // given. "slope n" behind an activation of n features makes it the
 // gradient of what is activated, from x and grad_y: with contractions in front, or of x itself without. "through n" there
 // takes what contractions make, or x itself, for the gradient of the activation's result, and makes it that of what is
-// activated, from the result. "sums n" is all of a chain: of n features, each one's sum over the samples.
+// activated, from the result. "sums n" is all of a chain: of n features, each one's sum over the samples. Behind slope or
+// through it makes these beside the gradient; and behind any of the three, where there are no contractions, "turn" stores
+// the gradient, or what is summed, turned.
 // States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
 // [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
 // Behind "backward" it is the gradient of x that is stored so. "mixed o r c" there, or behind "gradient": the q's of grad_y,
@@ -60,7 +62,7 @@ struct Chain {
   int64_t mixed = 0;    // the same, if its q's come in another order
   int64_t slope = 0;    // features of y, if what is made is the gradient of what is activated
   int64_t through = 0;  // the same, of what has been activated before
-  int64_t sums = 0;     // features of x, if their sums over the samples are made
+  int64_t sums = 0;     // features, if their sums over the samples are made, alone or beside a gradient
 
   bool makes_y() const { return !(gradient || backward || slope || through || sums); }  // and no gradient
   size_t parameters() const { return program ? program->parameters : 0; }

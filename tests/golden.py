@@ -21,7 +21,7 @@ from pathlib import Path
 
 from oracle import kronecker, monarch
 
-from factorlayer.autograd.backward import slope_texts, sums_text, texts, through_alone, through_text
+from factorlayer.autograd.backward import columns_texts, slope_texts, sums_text, texts, through_alone, through_text
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
@@ -92,6 +92,7 @@ def layers() -> Iterator[Case]:
             asked += [text for text, _ in texts(replace(chain, activation="identity").text, fits, batch)]
             asked += [replace(chain, bias=False, activation="identity", backward=True).text]
             asked += [text for text in slope_texts(chain.text, fits) if text] if chain.activation != "identity" else []
+            asked += columns_texts(chain, True, None, fits)
             asked += [through_text(chain.text, -1, "tanh", fits) or through_alone("tanh", chain.in_features)]
             asked += [sums_text(chain.out_features)]
             yield from ((text, of_torch, batch_class, architecture) for text in asked)

@@ -22,7 +22,7 @@ from factorlayer.activations.named import activate, evaluate
 from factorlayer.activations.results import from_result
 from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
-from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, gradients, sums_text, texts, visits
+from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, behind_texts, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
@@ -154,10 +154,19 @@ def slopes(beside: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | 
         assert slope is not None
         return z * evaluate(slope, beside)
     made: Tensor = torch.func.vjp(lambda z: activate(chain.activation, z), z)[1](beside)[0]
-    return made
+    return turned(made, *chain.turn) if chain.turn else made
 
 
-OPS = Ops(forward, weight_gradient, all_gradients, slopes)
+def slopes_and_sums(
+    beside: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str
+) -> tuple[Tensor, Tensor]:
+    chain = Chain.parse(text)
+    assert chain.sums == beside.shape[1] and (chain.slope or (chain.turn and beside is x))
+    made = slopes(beside, x, weights, bias, replace(chain, sums=0, turn=None).text) if chain.slope else x
+    return turned(made, *chain.turn) if chain.turn else made, made.sum(0)
+
+
+OPS = Ops(forward, weight_gradient, all_gradients, slopes, slopes_and_sums)
 LEARNED = trace(nn.Sequential(nn.PReLU(), Snake()))[0].program  # two parameters
 activations = pytest.mark.parametrize("activation", ["identity", "gelu", LEARNED], ids=["identity", "gelu", "learned"])
 
@@ -304,6 +313,7 @@ def test_nothing_is_computed_that_is_not_needed(
     ops = Ops(
         *(counted(*each) for each in [("forward", forward), ("gradient", weight_gradient), ("all", all_gradients)]),
         slopes,
+        slopes_and_sums,
         fits,
     )
     x, grad = (torch.randn(3, n, dtype=torch.float64) for n in (spec.in_features, spec.out_features))
@@ -333,7 +343,7 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
 
     x, grad_y, bias = torch.randn(3, spec.in_features), torch.randn(3, spec.out_features), torch.ones(spec.out_features)
     weights = [*map(torch.randn, spec.weight_shapes), *[torch.ones(1)] * chain.parameters]
-    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits)
+    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits)
     for wanted in (all_of(weights) | 2, 0b101):
         ran.clear()
         gradients(ops, grad_y, x, weights, bias, text, wanted)
@@ -364,7 +374,7 @@ def test_the_gradient_of_x_may_be_a_sum_of_the_terms(
     def us(text: str) -> float:
         return back_us if text.startswith("rank 3") else 1.0
 
-    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes)), fits, us=lambda _: us)
+    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits, us=lambda _: us)
     made = gradients(ops, grad_y, x, weights, None, chain.text, wanted)
     assert texts(chain.text, fits, 3, wanted, ops.us) == list(dict.fromkeys(ran))
     assert any(text.startswith("rank 3") for text, _ in ran) == (wanted == 1 or not back_us)
@@ -569,6 +579,53 @@ def test_slopes_have_a_text_of_their_own() -> None:
         check_refused(text, message)
     with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
         torch.ops.factorlayer.forward(torch.ones(1, 2), [torch.ones(2, 2)], None, "tied 0 1 2 2 1; relu; slope 2")
+
+
+def test_sums_and_a_turn_may_stand_behind_a_slope() -> None:
+    """And a turn behind sums alone."""
+    whole = Chain((), activation="gelu", slope=12, sums=12, turn=(1, 4, 3), tf32=True)
+    assert whole.text == "gelu; slope 12; sums 12; turn 1 4 3; tf32"
+    for chain in (
+        whole,
+        replace(whole, sums=0),
+        replace(whole, turn=None, tf32=False),
+        replace(whole, slope=0, activation="identity"),
+    ):
+        assert Chain.parse(chain.text) == chain and chain.in_features == chain.out_features == 12
+        with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
+            torch.ops.factorlayer.forward(torch.ones(1, 12), [], None, chain.text)
+    for text, message in {
+        "gelu; slope 12; sums 13": "disagrees about the size",
+        "gelu; slope 12; turn 1 4 4": "disagrees about the size",
+        "sums 12; turn 1 4 4": "disagrees about the size",
+        "relu; slope 4; sums 4; sums 4": "wrong place",
+        "relu; slope 4; turn 1 2 2; sums 4": "wrong place",
+        "sums 4; turn 1 2 2; turn 1 2 2": "wrong place",
+        "sums 4; turn 1 2 2; mixed 1 2 1": "wrong place",
+        "relu; slope 4; mixed 1 2 2": "wrong place",
+        "relu; slope 4; sums 4; tf32": "wrong place",
+        "turn 1 2 2; sums 4": "wrong place",
+        "tied 0 1 4 4 1; relu; slope 4; turn 1 2 2": "wrong place",
+        "sums 4; tied 0 1 4 4 1": "wrong place",
+        "sums 4; rank 2": "wrong place",
+        "turned; sums 4": "wrong place",
+    }.items():
+        check_refused(text, message)
+
+
+@pytest.mark.parametrize("us_of_product", [1.0, 10.0])
+def test_what_goes_back_to_contractions_is_what_takes_less(us_of_product: float) -> None:
+    """The product with the slope and then sums, or the product and then slopes with sums."""
+    text, sums, slope = "tied 0 1 4 12 1; bias; gelu", "sums 12; turn 1 4 3", "gelu; slope 12; sums 12; turn 1 4 3"
+    times = {f"{text}; slope 12": us_of_product, sums: 2.0, "tied 0 1 4 12 1; bias": 1.0, slope: 4.0}
+    found = behind_texts(text, True, (1, 4, 3), anything, times.__getitem__)
+    assert found == ((f"{text}; slope 12", sums) if us_of_product < 3 else ("tied 0 1 4 12 1; bias", slope))
+    apart = behind_texts(text, True, (1, 4, 3), nothing, None)
+    assert apart == ("tied 0 1 4 12 1; bias", "gelu; slope 12; sums 12", "turn 1 4 3")
+    plain = text.removesuffix("; gelu")
+    assert behind_texts(plain, True, None, nothing, None) == ("sums 12",)
+    assert behind_texts(plain, False, (1, 4, 3), nothing, None) == ("turn 1 4 3",)
+    assert not behind_texts(plain, False, None, nothing, None)
 
 
 def test_the_way_back_through_an_activation_has_a_text_of_its_own() -> None:

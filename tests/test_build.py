@@ -30,6 +30,7 @@ INTERFACES = {
     6: "8e15f65555edf7ff",
     7: "6baa825b59bc85b7",
     9: "4605ec0bbc346fb8",
+    10: "32101d4a22b178f4",
 }
 
 

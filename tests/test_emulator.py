@@ -1518,6 +1518,12 @@ def test_a_backward_pass_is_made_of_such_kernels(
     def slopes(grad: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor | None, text: str) -> Tensor:
         return run(text, x, [*weights, grad], bias)[-1].view_as(grad)
 
+    def slopes_and_sums(
+        grad: Tensor, x: Tensor, weights: list[Tensor], bias: Tensor | None, text: str
+    ) -> tuple[Tensor, Tensor]:
+        made, *_, sums = run(text, x, [*weights, grad] if "slope" in text else [], bias)
+        return made.view_as(grad), sums
+
     def weight_gradient(grad: Tensor, x: Tensor, text: str) -> Tensor:
         return run(text, x, [] if grad is x else [grad])[-1]
 
@@ -1543,7 +1549,7 @@ def test_a_backward_pass_is_made_of_such_kernels(
     weights = [(w * w.shape[-1] ** -0.5).to(memory) for w in weights]
     text = Chain.of(spec, True, activation).text
     wanted = (1 << (len(weights) + 2)) - 1
-    ops = Ops(forward, weight_gradient, all_gradients, slopes, fits)
+    ops = Ops(forward, weight_gradient, all_gradients, slopes, slopes_and_sums, fits)
     two_blocks = spec.structure == "monarch" and len(spec.in_factors) == 2
     assert any(visit.at_once for visit in visits(text, wanted, fits)) == (dtype == "bfloat16" or two_blocks)
     found = gradients(ops, grad_y, x, weights, bias, text, wanted)
@@ -1731,6 +1737,63 @@ def test_sums(features: int, dtype: str, batch: int, planned: int, emulator: Emu
     x[batch // 2, features // 2] = np.nan
     (*_, sick), errors = emulator.run(found, emulator.compile(found), x, [], None, blocks=2)
     assert not errors and np.isnan(sick).sum() == 1 and np.isnan(sick[features // 2])
+
+
+# The same beside slopes, and turned: samples that make a row together, runs of 2 to 16 bytes, one tile of a matrix and
+# several, of which the last has fewer rows; ways and rests of a chunk
+COLUMNS = [
+    (64, "bfloat16", "gelu", None, True, 300),
+    (13, "float16", "tanh", None, True, 301),
+    (33, "float64", "sine", None, True, 61),
+    (2100, "float32", "gelu", None, True, 17),
+    (3072, "bfloat16", "gelu", (1, 768, 4), True, 50),
+    (48, "bfloat16", "relu", (1, 12, 4), True, 170),
+    (1800, "bfloat16", "identity", (1, 600, 3), True, 33),
+    (320, "float16", "identity", (2, 20, 8), True, 33),
+    (105, "bfloat16", "relu", (1, 35, 3), True, 33),
+    (105, "float32", "relu", (1, 35, 3), False, 33),
+    (768, "tf32", "identity", (1, 24, 32), True, 21),
+    (768, "float64", "tanh", (1, 24, 32), True, 21),
+    (4096, "bfloat16", "gelu", (1, 16, 256), True, 9),
+    (2600, "float16", "elu", (1, 200, 13), True, 1),
+]
+
+
+@pytest.mark.parametrize(("features", "dtype", "activation", "turn", "sums", "batch"), COLUMNS, ids=str)
+@pytest.mark.parametrize("planned", [SMALL, LARGE])
+def test_slopes_sums_and_turns_in_one_sweep(
+    features: int,
+    dtype: str,
+    activation: str,
+    turn: tuple[int, int, int] | None,
+    sums: bool,
+    batch: int,
+    planned: int,
+    emulator: Emulator,
+) -> None:
+    slope = features if activation != "identity" else 0
+    chain = Chain((), activation=activation, slope=slope, sums=features if sums else 0, turn=turn)
+    found = plan(chain, dtype, planned, Gpu(90, 2, 232448))
+    assert [type(p).__name__ for p in found.passes] == ["Columns"] + ["Reduction"] * sums
+    batch = min(batch, 64) if planned == SMALL else batch
+    draw, kernels = drawing(dtype), emulator.compile(found)
+    z, grad = draw(batch, features), draw(batch, features)
+    right = torch.func.vjp(lambda z: activate(activation, z), torch.from_numpy(z))[1](torch.from_numpy(grad))[0].numpy()
+    x, given, right = (z, [grad], right) if slope else (z, [], z)
+    summed = right.sum(0)
+    if turn:
+        right = right.reshape(batch, *turn).swapaxes(2, 3).reshape(batch, -1)
+    (made, *of_bias), errors = emulator.run(found, kernels, x, given, None, blocks=2)
+    assert not errors
+    np.testing.assert_allclose(made.reshape(batch, -1), right, rtol=4 * EPS[dtype], atol=4 * EPS[dtype])
+    if sums:
+        rounded = batch**0.5 if dtype == "float64" else 2  # numpy's sums, too
+        assert np.linalg.norm(of_bias[0] - summed) <= rounded * EPS[dtype] * np.linalg.norm(summed)
+        again, _ = emulator.run(found, kernels, x, given, None, blocks=2, seed=7)  # blocks in another order
+        np.testing.assert_array_equal(again[1], of_bias[0])
+        (grad if slope else z)[z[:, features // 2].argmax(), features // 2] = np.nan  # where relu's slope is 1
+        (_, sick), errors = emulator.run(found, kernels, x, given, None, blocks=2)
+        assert not errors and np.flatnonzero(np.isnan(sick)).tolist() == [features // 2]
 
 
 # Products that go back through the activation before: as the slopes with theirs, by each kind of row

@@ -446,21 +446,38 @@ SLOPES += [
 
 
 @dataclass(frozen=True)
-class SumsCase:
-    """Over samples, of a bias's gradient."""
+class ColumnsCase:
+    """Sums by themselves, or beside an activation's slopes or a turn."""
 
-    features: int
+    text: str
     dtype: str
     architecture: str = "sm_90a"
 
     def __str__(self) -> str:
-        return f"{self.architecture}-{self.dtype}-{self.features}"
+        return f"{self.architecture}-{self.dtype}-{self.text}"
 
 
-SUMS = [SumsCase(features, dtype) for features in (63, 1024, 4104) for dtype in DTYPES]
-SUMS += [SumsCase(100, "bfloat16", "sm_80"), SumsCase(13, "float64", "sm_86"), SumsCase(100, "float16", "sm_120")]
+COLUMNS = [ColumnsCase(f"sums {features}", dtype) for features in (63, 1024, 4104) for dtype in DTYPES]
+COLUMNS += [
+    ColumnsCase(text, dtype)
+    for dtype in DTYPES
+    for text in (
+        "gelu; slope 3072; sums 3072",
+        "gelu; slope 3072; sums 3072; turn 1 768 4",
+        "tanh; slope 4096; sums 4096; turn 1 16 256",
+        "sums 768; turn 1 48 16",
+        "sums 105; turn 1 35 3",
+    )
+]
+COLUMNS += [
+    ColumnsCase("sums 100", "bfloat16", "sm_80"),
+    ColumnsCase("sums 13", "float64", "sm_86"),
+    ColumnsCase("sums 100", "float16", "sm_120"),
+    ColumnsCase("relu; slope 100; sums 100; turn 1 25 4", "float16", "sm_120"),
+    ColumnsCase("gelu; slope 13; sums 13", "float32", "sm_80"),
+]
 
-AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase | SumsCase
+AnyCase = Case | GradientCase | BackwardCase | StackCase | SlopeCase | ColumnsCase
 
 
 @dataclass(frozen=True)
@@ -481,10 +498,9 @@ def compile_case(case: AnyCase, usage_of: UsageOf) -> list[Kernel]:
         return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, usage_of)
     if isinstance(case, SlopeCase):
         chain = case.chain
-    elif isinstance(case, SumsCase):
-        return compile_plan(
-            plan(Chain((), sums=case.features), case.dtype, BATCHES[2], gpu), case.architecture, usage_of
-        )
+    elif isinstance(case, ColumnsCase):
+        found = plan(Chain.parse(case.text), case.dtype, BATCHES[2], gpu)
+        return compile_plan(found, case.architecture, usage_of)
     elif isinstance(case, BackwardCase):
         chain = replace(all_gradients_of(case.spec), bias=case.bias)
     elif isinstance(case, GradientCase):
@@ -663,8 +679,8 @@ def test_slopes_compile(case: SlopeCase, compiled: Compiled) -> None:
     check(compiled(case), case, SPILLED[case.dtype] if case.p or case.spec else 0, case.activation == "sine")
 
 
-@pytest.mark.parametrize("case", SUMS, ids=str)
-def test_sums_compile(case: SumsCase, compiled: Compiled) -> None:
+@pytest.mark.parametrize("case", COLUMNS, ids=str)
+def test_columns_compile(case: ColumnsCase, compiled: Compiled) -> None:
     check(compiled(case), case, 0)
 
 

@@ -340,7 +340,7 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
 
     monkeypatch.setattr(layer_ops, "ask_planner", ask)
     monkeypatch.setattr(predicted, "runs", lambda *_, **__: [])
-    monkeypatch.setattr(predicted, "cuda_ops", lambda *_: Ops(*[None] * 4))  # type: ignore[arg-type]
+    monkeypatch.setattr(predicted, "cuda_ops", lambda *_: Ops(*[None] * 5))  # type: ignore[arg-type]
     for training, asked in ((False, [STACK]), (True, [STACK, f"{STACK} | backward"])):
         monkeypatch.setattr(predicted, "runs_on_gpu", lambda *_: ((0, 3, STACK),))
         for us, chosen in ((0.1, "fused"), (1e4, "batched")):

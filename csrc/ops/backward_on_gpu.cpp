@@ -1,6 +1,7 @@
 // The raw ops on a GPU that make gradients, of a layer and of a stack.
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "../chain.h"
@@ -10,13 +11,16 @@
 namespace factorlayer {
 namespace {
 
-// The gradient of what a chain activates, from grad_y; or, with "through", of what was activated, from its result.
-Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
-                   const std::optional<Tensor>& bias, const Text& text) {
+// The gradient of what a chain activates, from grad_y; or, with "through", of what was activated, from its result. With
+// `sums` these go there, and the gradient may be what is given, turned: x, which comes as what is beside it, too.
+Tensor make_slopes(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
+                   const std::optional<Tensor>& bias, const Text& text, std::optional<Tensor>* sums) {
   const Chain& chain = find_chain(text.value);
-  const int64_t features = chain.slope + chain.through;
-  STD_TORCH_CHECK(features && !chain.parameters(),
-                  "factorlayer: the chain should have an activation without parameters and \"slope\" or \"through\"");
+  const int64_t features = chain.out_features();
+  STD_TORCH_CHECK((chain.slope || chain.through || (chain.sums && chain.turned)) && !chain.parameters(),
+                  "factorlayer: the chain should have an activation without parameters and \"slope\" or \"through\"",
+                  sums ? ", or \"sums\" and \"turn\"" : "");
+  STD_TORCH_CHECK(bool(chain.sums) == bool(sums), "factorlayer: a chain with \"sums\" is for the op that returns these");
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
   check_x(chain, x);
   check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
@@ -24,7 +28,11 @@ Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tens
   STD_TORCH_CHECK(weights.size() < cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS - 1,
                   " weights at most, the chain has ", weights.size());
   Tensor gradient = new_matrix(x, x.size(0), features);
-  if (!x.size(0)) return gradient;
+  if (sums) *sums = new_matrix(x, 1, features, -1, 1);
+  if (!x.size(0)) {
+    if (sums) torch::stable::zero_(**sums);
+    return gradient;
+  }
 
   std::vector<Tensor> kept;
   kept.reserve(weights.size() + 6);
@@ -37,8 +45,21 @@ Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tens
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = address(beside);
   const cuda::Rows rows{weights.size(), {features * bytes_of(dtype_of(x))}};
-  run_on_cuda(text, &chain, x, x.size(1), features, params, kept, nullptr, nullptr, rows);
+  run_on_cuda(text, &chain, x, x.size(1), features, params, kept, sums ? (*sums)->mutable_data_ptr() : nullptr, nullptr, rows);
   return gradient;
+}
+
+Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
+                   const std::optional<Tensor>& bias, const Text& text) {
+  return make_slopes(beside, x, weights, bias, text, nullptr);
+}
+
+// That, and its sums over the samples, the gradient of a bias.
+std::tuple<Tensor, Tensor> slopes_and_sums_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
+                                                const std::optional<Tensor>& bias, const Text& text) {
+  std::optional<Tensor> sums;
+  Tensor gradient = make_slopes(beside, x, weights, bias, text, &sums);
+  return {gradient, *sums};
 }
 
 // Over the samples: the gradient of a bias.
@@ -61,7 +82,7 @@ Tensor sums_cuda(const Tensor& grad_y, const Text& text) {
 // one row, whose end is the bias's. Or of a bias alone, if the chain is "sums": grad_y comes as x, too.
 Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
   const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(chain.gradient || chain.sums,
+  STD_TORCH_CHECK(chain.gradient || (chain.sums && !chain.slope && !chain.through && !chain.turned),
                   "factorlayer: the chain should be a contraction and \"gradient\", or \"sums\"");
   STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
                   chain.in_features(), "], a CUDA tensor");
@@ -237,6 +258,7 @@ std::vector<Tensor> stack_backward_cuda(const Tensor& grad_y, const Tensor& x, c
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("stack_backward", TORCH_BOX(&factorlayer::stack_backward_cuda));
   m.impl("slopes", TORCH_BOX(&factorlayer::slopes_cuda));
+  m.impl("slopes_and_sums", TORCH_BOX(&factorlayer::slopes_and_sums_cuda));
   m.impl("weight_gradient", TORCH_BOX(&factorlayer::weight_gradient_cuda));
   m.impl("inputs_gradients", TORCH_BOX(&factorlayer::inputs_gradients_cuda));
   m.impl("gradients", TORCH_BOX(&factorlayer::gradients_cuda));

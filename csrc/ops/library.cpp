@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("layers_backward(Tensor grad_y, Tensor x, Tensor[] states, Tensor[] tensors, str stack, int[] wanted) -> "
         "Tensor[]");
   m.def("slopes(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
+  m.def("slopes_and_sums(Tensor beside, Tensor x, Tensor[] weights, Tensor? bias, str chain) -> (Tensor, Tensor)");
   m.def("weight_gradient(Tensor grad_y, Tensor x, str chain) -> Tensor");
   m.def("gradients(Tensor grad_y, Tensor x, Tensor[] weights, str chain, int wanted) -> Tensor[]");
   m.def("recurrence(Tensor[] gates, Tensor initial, Tensor[] weights, Tensor? bias, Tensor? starts, Tensor? first, "

@@ -54,13 +54,15 @@ def _before_activation(
 class Ops:
     """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
     gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
-    the slopes behind or before it, in slopes; `fits_few` which have one for few samples. `us` predicts what a text's
-    kernels take for so many samples. What learns in an activation has PyTorch's."""
+    the slopes behind or before it, in slopes, or these with the sums of what they make; `fits_few` which have one for
+    few samples. `us` predicts what a text's kernels take for so many samples. What learns in an activation has
+    PyTorch's."""
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
     all_gradients: Callable[[Tensor, Tensor, Sequence[Tensor], str, int], list[Tensor]]
     slopes: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
+    slopes_and_sums: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None, str], tuple[Tensor, Tensor]]
     fits: Callable[[Chain], bool] = _never
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
     stack: Callable[..., Tensor] = torch.stack
@@ -186,25 +188,21 @@ def gradients(
     weights, scalars = weights[:count], weights[count:]
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
-    if chain.activation != "identity":
-        at_once, before, slope = slope_texts(text, fits, ops.us(len(x)) if ops.us else None)
+    if scalars:
         learns = [i for i in range(len(scalars)) if wanted >> (count + 2 + i) & 1]
-        if scalars:
-            z = ops.forward(x, weights, bias, before)
-            grad, *of_scalars = ops.learned(chain.activation, grad, z, scalars, learns)
-            found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
-        elif at_once:
-            grad = ops.slopes(grad, x, weights, bias, at_once)
-        else:
-            grad = ops.slopes(grad, ops.forward(x, weights, bias, before), [], None, slope)
+        _, text, _ = slope_texts(text, fits)
+        z = ops.forward(x, weights, bias, text)
+        grad, *of_scalars = ops.learned(chain.activation, grad, z, scalars, learns)
+        found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
         wanted &= (4 << count) - 1
-    both = _weight_and_bias(text, wanted, fits)
+    both, behind = planned_behind(ops, text, wanted, len(x))
+    grad, summed = back_to_contractions(ops, behind, grad, x, weights, bias)
     if both:
         of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
         found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
         wanted &= 1
-    elif wanted & 2:
-        found[1] = ops.weight_gradient(grad, grad, sums_text(grad.shape[1]))
+    elif summed is not None:
+        found[1] = summed
     back = through_text(text, wanted, through, fits)
     if back:
         found[0] = ops.slopes(x, grad, [_transposed(ops, weights[0])], None, back)
@@ -212,10 +210,46 @@ def gradients(
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
     else:
-        found |= _one_term(ops, text, grad, x, weights, wanted)
+        found |= _one_term(ops, text, grad, x, weights, wanted, turned=True)
     if 0 in found:
         found[0] = back_through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
+
+
+def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
+    """What makes both gradients of a dense layer at once, if that is to be, and what goes back to contractions."""
+    fits = ops.fits_of(batch)
+    both = _weight_and_bias(text, wanted, fits)
+    # Each of several terms turns what it takes, and all of them go back together from what is not turned.
+    turn = turn_behind(visits_of(ops, text, wanted, batch)) if Chain.parse(text).rank == 1 else None
+    return both, behind_texts(text, bool(wanted & 2) and not both, turn, fits, ops.us(batch) if ops.us else None)
+
+
+def back_to_contractions(
+    ops: Ops,
+    texts: Sequence[str],
+    grad: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor] = (),
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of what contractions make, and its sums, by the texts of behind_texts(); or of columns_texts(), if x
+    is what is activated."""
+    given, summed = grad, None
+    for text in texts:
+        chain = Chain.parse(text)
+        if chain.contractions and not chain.slope:
+            given = ops.forward(x, weights, bias, text)
+            continue
+        asked = (grad, x, weights, bias, text) if chain.contractions else (grad, given, [], None, text)
+        if chain.sums and (chain.slope or chain.turn):
+            grad, summed = ops.slopes_and_sums(*asked)
+        elif chain.sums:
+            summed = ops.weight_gradient(grad, grad, text)
+        else:
+            grad = ops.slopes(*asked) if chain.slope else ops.forward(grad, [], None, text)
+        given = grad
+    return grad, summed
 
 
 def back_through(ops: Ops, grad: Tensor, state: Tensor, activation: str) -> Tensor:
@@ -249,6 +283,11 @@ def recording(fits: Callable[[Chain], bool], us: Predicting | None = None) -> tu
         asked.append((text, len(x)))
         return hollow(*grad.shape)
 
+    def slopes_and_sums(
+        grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str
+    ) -> tuple[Tensor, Tensor]:
+        return slopes(grad, x, weights, bias, text), hollow(grad.shape[1])
+
     def learned(
         activation: str, grad: Tensor, z: Tensor, scalars: Sequence[Tensor], learns: Sequence[int]
     ) -> tuple[Tensor, ...]:
@@ -260,7 +299,8 @@ def recording(fits: Callable[[Chain], bool], us: Predicting | None = None) -> tu
     def add(sum_of: Tensor, term: Tensor) -> Tensor:
         return sum_of
 
-    return Ops(forward, weight_gradient, all_gradients, slopes, fits, learned, stack, us=us, add=add), asked
+    made = forward, weight_gradient, all_gradients, slopes, slopes_and_sums
+    return Ops(*made, fits, learned, stack, us=us, add=add), asked
 
 
 def hollow(*shape: int) -> Tensor:
@@ -344,16 +384,20 @@ def _adds_up(text: str, wanted: int, fits: Callable[[Chain], bool], us: Callable
 
 
 def _one_term(
-    ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
+    ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int, turned: bool = False
 ) -> dict[int, Tensor]:
-    planned = visits(text, wanted, ops.fits_of(len(x)), len(x) >= LEAST_MIXED, len(x) % IN_SLABS == 0)
+    """Of grad_y that is `turned` already, if it is to be."""
+    planned = visits_of(ops, text, wanted, len(x))
     found: dict[int, Tensor] = {}
     tf32 = Chain.parse(text).tf32
     states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
     last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
     for visit in planned[:last]:
         states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
-    grad = _in_slabs(ops, grad) if planned[-1].slabs else _turned(ops, grad, planned[-1].turn(is_grad=True), tf32)
+    if planned[-1].slabs:
+        grad = _in_slabs(ops, grad)
+    elif not turned:
+        grad = _turned(ops, grad, turn_behind(planned), tf32)
     for i in reversed(range(len(planned))):
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
@@ -367,6 +411,49 @@ def _one_term(
             grad = ops.forward(grad, [visit.transposed(ops, w) for w in own], None, visit.back)
         del states[i:]
     return {**found, 0: grad} if wanted & 1 else found
+
+
+def visits_of(ops: Ops, text: str, wanted: int, batch: int) -> tuple[Visit, ...]:
+    return visits(text, wanted, ops.fits_of(batch), batch >= LEAST_MIXED, batch % IN_SLABS == 0)
+
+
+def turn_behind(planned: Sequence[Visit]) -> Turned | None:
+    """How visits want grad_y turned."""
+    return None if planned[-1].slabs else planned[-1].turn(is_grad=True)
+
+
+@functools.lru_cache(1024)
+def behind_texts(
+    text: str,
+    sums: bool,
+    turn: Turned | None,
+    fits: Callable[[Chain], bool],
+    us: Callable[[str], float] | None,
+) -> tuple[str, ...]:
+    """What goes back to the contractions, in order: through the activation, with the product that makes what is
+    activated or behind it, whichever is predicted to take less; the `sums` of what comes of that, and its `turn`."""
+    chain = Chain.parse(text)
+    columns = columns_texts(chain, sums, turn, fits)
+    if chain.activation == "identity":
+        return columns
+    at_once, before, _ = slope_texts(text, fits)
+    if not at_once:
+        return before, *columns
+    ways = (at_once, *columns_texts(replace(chain, activation="identity"), sums, turn, fits)), (before, *columns)
+    return min(ways, key=lambda way: sum(map(us, way))) if us else ways[0]
+
+
+def columns_texts(chain: Chain, sums: bool, turn: Turned | None, fits: Callable[[Chain], bool]) -> tuple[str, ...]:
+    """The same from what is activated, by one pass if there is one."""
+    features = chain.out_features
+    slope = features if chain.activation != "identity" else 0
+    if not (slope or sums or turn):
+        return ()
+    asked = Chain((), activation=chain.activation, slope=slope, sums=features if sums else 0)
+    turned = replace(asked, turn=turn, tf32=chain.tf32) if turn else asked
+    if turn and (slope or sums) and not fits(turned):
+        return asked.text, _turning(turn, chain.tf32)
+    return (turned.text,)
 
 
 @functools.lru_cache(1024)
@@ -500,17 +587,13 @@ def _back(chain: Chain) -> Chain:
 
 
 @functools.lru_cache(1024)
-def slope_texts(
-    text: str, fits: Callable[[Chain], bool], us: Callable[[str], float] | None = None
-) -> tuple[str | None, str, str]:
-    """What makes the gradient of what is activated: from x, if there is a kernel that is predicted to take less; else
-    what is activated, then that."""
+def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
+    """What makes the gradient of what is activated: from x, if there is a kernel for that; what is activated, and then
+    that."""
     chain = Chain.parse(text)
     at_once = replace(chain, slope=chain.out_features)
-    before = replace(chain, activation="identity").text
-    slope = Chain((), activation=chain.activation, slope=chain.out_features).text
-    takes = fits(at_once) and (us is None or us(at_once.text) < us(before) + us(slope))
-    return at_once.text if takes else None, before, slope
+    slope = Chain((), activation=chain.activation, slope=chain.out_features)
+    return at_once.text if fits(at_once) else None, replace(chain, activation="identity").text, slope.text
 
 
 def _transposed(ops: Ops, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import gradients, runs, slope_texts, sums_text
+from factorlayer.autograd.backward import back_to_contractions, columns_texts, gradients, runs
 from factorlayer.autograd.layer_ops import (
     cuda_ops,
     explaining,
@@ -210,7 +210,6 @@ def _backward_on_cuda(
     x = inputs[0]
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
     chain = parse_layers(text)[0]
-    bias = tensors[-1] if chain.bias else None
     weights = tensors[: len(tensors) - chain.bias]
     ops = cuda_ops(device, dtype)
     everything = any(place < count for place in wanted) and all(count + i in wanted for i in range(len(weights)))
@@ -220,20 +219,18 @@ def _backward_on_cuda(
     if reason is not None:
         return _of_concatenated(grad_y, inputs, tensors, text, wanted)
     key = text, class_of_batch(batch), dtype, device
-    slope, before = slope_texts(chain.alone.text, ops.fits_of(batch))[2], replace(chain, activation="identity").text
-    has_slope = chain.activation != "identity"
+    before = [replace(chain, activation="identity").text] * (chain.activation != "identity")
+    behind = columns_texts(chain, chain.bias, None, ops.fits_of(batch))
     if batch and key not in _prepared:
-        further = [(before, batch), (slope, batch)] if has_slope else []
-        further += [(sums_text(chain.out_features), batch)] if chain.bias else []
-        prepare_together([(at_once, batch), *further], dtype, device)
+        prepare_together([(each, batch) for each in (at_once, *before, *behind)], dtype, device)
         _prepared.add(key)
     with torch.no_grad():
         grad = grad_y.reshape(batch, chain.out_features)
-        if has_slope:
-            grad = ops.slopes(grad, _forward_now(inputs, tensors, before), [], None, slope)
+        z = _forward_now(inputs, tensors, before[0]) if before else grad
+        grad, of_bias = back_to_contractions(ops, behind, grad, z)
         found = dict(enumerate(explaining(_gradients_now)(grad, inputs, weights, at_once)))
-        if bias is not None:
-            found[count + len(weights)] = ops.weight_gradient(grad, grad, sums_text(chain.out_features))
+        if of_bias is not None:
+            found[count + len(weights)] = of_bias
     return [found[place] for place in wanted]
 
 

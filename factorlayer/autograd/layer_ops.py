@@ -22,7 +22,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
-from factorlayer.autograd.backward import IN_SLABS, Ops, gradients, slope_texts, texts, visits
+from factorlayer.autograd.backward import IN_SLABS, Ops, gradients, planned_behind, texts, visits
 from factorlayer.autograd.build import check_build
 from factorlayer.autograd.runtime import (
     MAX_WEIGHTS,
@@ -122,16 +122,19 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
     text, device = text_for(chain, x), x.get_device()
     kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
-    everything = (1 << (len(chain.contractions) + 2)) - 1
+    everything = (1 << (len(chain.contractions) + 2)) - 1 - 2 * (not chain.bias)
     ops = cuda_ops(device, x.dtype)
-    fits, us = ops.fits_of(batch), ops.us(batch) if ops.us else None
+    fits = ops.fits_of(batch)
     planned = visits(text, everything, fits, slabs=batch % IN_SLABS == 0)
     back = [str(visit) for visit in reversed(planned)]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
     elif chain.activation != "identity":
-        where = "with the product, made again" if slope_texts(text, fits, us)[0] else "behind the product, made again"
-        back.insert(0, f"activation: grad_y back through it, {where}")
+        first, *_ = steps = [Chain.parse(step) for step in planned_behind(ops, text, everything, batch)[1]]
+        where = "with the product, made again" if first.slope else "behind the product, made again"
+        (slope,) = (step for step in steps if step.slope)
+        further = ["with the bias's gradient"] * (slope.sums > 0) + ["turned"] * (slope.turn is not None)
+        back.insert(0, f"activation: grad_y back through it, {', '.join([where, *further])}")
     return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back])
 
 
@@ -534,6 +537,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         explaining(ops.weight_gradient.default._op),
         explaining(ops.gradients.default._op),
         explaining(ops.slopes.default._op),
+        explaining(ops.slopes_and_sums.default._op),
         fits,
         fits_few=fits_few,
         us=lambda batch: of_classes[class_of_batch(batch)],

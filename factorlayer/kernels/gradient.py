@@ -52,7 +52,7 @@ class Sums(Pass):
     folds: Any = 1  # sums for each weight that a block has
     singles: Any = 0  # the first weights, of which a block has one sum, whatever it has of the others
     begin: Any = 0  # elements of the gradients of all weights before these, where it makes some of them
-    gradients_to = "y"  # of a Reduction behind it
+    gradients_to: Any = "y"  # of a Reduction behind it
     most: Any
     part_bytes: Any
 

@@ -38,7 +38,7 @@ class Chain:
     columns, rows]; with tf32 they are rounded to it. Of gradients it is that of x that is turned so; and `mixed` means
     that what weights have as q's [outer, rows, columns] comes back as [outer, columns, rows]. A turn can be all that
     is done, of rows that are `mixed` or not, or the way back through an activation, `slope` or `through`. Or there are
-    `sums` over samples, of what is given.
+    `sums` over samples, of what is given; beside these, or a turn, or all three, of what is made.
     """
 
     contractions: tuple[Contraction, ...]
@@ -54,7 +54,7 @@ class Chain:
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
     slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
-    sums: int = 0  # features of x, if it is these, over all samples, that are made
+    sums: int = 0  # features, if their sums over all samples are made, alone or beside a gradient
     inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
@@ -143,6 +143,8 @@ class Chain:
         _check_sizes(contractions, rank)
         further = (turn, mixed, slabs, tf32, slope, through, sums, inputs)
         chain = Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, *further)
+        if not contractions and len({slope, through, sums, math.prod(turn or (0,))} - {0}) > 1:
+            raise ValueError("it has one number of features, on which slope, through, sums and turn should agree")
         if inputs and sum(inputs) != chain.in_features:
             raise ValueError(f"its inputs have {sum(inputs)} features, the chain takes {chain.in_features}")
         return chain

@@ -24,9 +24,8 @@ from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_ONE_FACTOR
 from factorlayer.plan.registry.monarch import MONARCH_PAIRS, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED, WHOLE
 from factorlayer.plan.registry.product import (
+    OF_COLUMNS,
     OF_PRODUCT_AND_SLOPES,
-    OF_SLOPES,
-    OF_SUMS,
     OF_TURN,
     OF_WEIGHT,
     OF_WEIGHT_AND_BIAS,
@@ -51,20 +50,20 @@ def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
     return found
 
 
-def sums(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """Over samples, of what is given: the gradient of a bias."""
-    return fastest(OF_SUMS, chain.sums, dtype, batch, gpu)
-
-
-def slopes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The way back through an activation, by itself or with the product that makes what is activated."""
+def behind(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The way back through an activation, by itself or with the product that makes what is activated; and the gradient
+    of a bias, sums over samples, by itself or beside the former."""
     if chain.through and from_result(chain.activation) is None:
         raise PlanError(f"the slope of {chain.activation!r} cannot be told from its result")
     if not chain.contractions:
-        asked = chain.slope or chain.through, chain.activation, dtype, batch, gpu
-        return fastest(OF_SLOPES, *asked, through=chain.through > 0)
+        found = fastest(OF_COLUMNS, chain, dtype, batch, gpu)
+        if not found:
+            raise PlanError(f"no pass makes all of {chain.text!r} at once")
+        return found
     if chain.parameters:
         raise PlanError(f"the slopes of {chain.text!r} are PyTorch's, as what it has learned")
+    if chain.sums:
+        raise PlanError(f"no pass makes the product, the slopes and the sums of {chain.text!r} at once")
     if chain.slope:
         return forward(chain, dtype, batch, gpu)
     product, *further = products(chain, dtype)

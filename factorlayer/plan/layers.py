@@ -26,10 +26,8 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
 def _passes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if chain.gradient:
         return gradients.of_weight(chain, dtype, batch, gpu)
-    if chain.sums:
-        return gradients.sums(chain, dtype, batch, gpu)
-    if chain.slope or chain.through:
-        return gradients.slopes(chain, dtype, batch, gpu)
+    if chain.slope or chain.through or chain.sums:
+        return gradients.behind(chain, dtype, batch, gpu)
     if chain.backward:
         return gradients.all_gradients(chain, dtype, batch, gpu)
     if chain.slabs:

@@ -102,12 +102,16 @@ def back_us(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     (c,) = layer.contractions
     plain = Chain((c,), tf32=layer.tf32)
     gradient = replace(plain, gradient=True)
-    of_weight = us(gradient)
-    if layer.bias:
-        of_weight = min(us(replace(gradient, bias=True)), of_weight + us(Chain((), sums=c.q)))
     turned = plan(Chain((), turn=(1, c.q, c.p), tf32=layer.tf32), dtype, BATCHES[0], gpu)  # the weight, at both times
-    found = of_weight + us(replace(plain, contractions=(replace(c, p=c.q, q=c.p),))) + 2 * turned.us
-    if layer.activation == "identity" or from_result(layer.activation) is not None:
-        return found  # what the layer behind hands back may be by one kernel with that
-    before, slope = replace(layer, activation="identity"), Chain((), activation=layer.activation, slope=c.q)
-    return found + min(us(replace(layer, slope=c.q)), us(before, slope))
+    found = us(replace(plain, contractions=(replace(c, p=c.q, q=c.p),))) + 2 * turned.us
+
+    def behind(sums: int) -> float:
+        """Back through the activation, with those sums."""
+        alone = us(Chain((), sums=sums)) if sums else 0.0
+        if layer.activation == "identity" or from_result(layer.activation) is not None:
+            return alone  # what the layer behind hands back may be by one kernel with the slope
+        before, slope = replace(layer, activation="identity"), Chain((), activation=layer.activation, slope=c.q)
+        return min(us(replace(layer, slope=c.q)) + alone, us(before, replace(slope, sums=sums)))
+
+    apart = us(gradient) + behind(c.q if layer.bias else 0)
+    return found + (min(us(replace(gradient, bias=True)) + behind(0), apart) if layer.bias else apart)

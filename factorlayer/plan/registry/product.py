@@ -8,9 +8,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import gradient
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction, Reductions
-from factorlayer.kernels.product import few, mapped, streamed, wide, wide_gradient
-from factorlayer.kernels.product.column_sums import ColumnSums
-from factorlayer.kernels.product.slopes import Slopes
+from factorlayer.kernels.product import columns, few, mapped, streamed, wide, wide_gradient
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.maths.spec import Contraction
@@ -89,13 +87,17 @@ OF_WEIGHT = (GRADIENT, WIDE_GRADIENT)
 OF_WEIGHT_AND_BIAS = (WIDE_GRADIENT,)
 OF_WEIGHT_IN_ORDER = (WIDE_GRADIENT,)  # of q's that come in another order
 
-# Before and behind contractions: tile(features, dtype, batch, gpu) of sums, tile(features, activation, dtype, batch,
-# gpu) of slopes, tile(outer, rows, columns, dtype, batch, gpu) of turns
+# Before and behind contractions: tile(chain, dtype, batch, gpu) of columns, tile(outer, rows, columns, dtype, batch,
+# gpu) of turns
 
-COLUMN_SUMS = Family("A bias's gradient", ColumnSums, (ColumnSums,), "gradients")
-SLOPES = Family("An activation's slope", Slopes, (Slopes,), "gradients", told=("through",))
+COLUMNS = Family(
+    "A bias's gradient, an activation's slope, and what is turned with either",
+    columns.tile,
+    (columns.Columns,),
+    "gradients",
+)
 TURN = Family("Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
-OF_SUMS, OF_SLOPES, OF_TURN = (COLUMN_SUMS,), (SLOPES,), (TURN,)
+OF_COLUMNS, OF_TURN = (COLUMNS,), (TURN,)
 OF_PRODUCT_AND_SLOPES = (WIDE,)
 
 # Beside others' passes, which ask for them

@@ -17,7 +17,7 @@
 //       the one behind it), BIAS (whether its gradient is made, behind those); Source and Sink: void, or Several, the tensors that
 //       X and dX are
 #pragma once
-#include "kernels/product/column_sums.cuh"
+#include "kernels/product/columns.cuh"
 #include "kernels/operands.cuh"
 #include "types/params.cuh"
 #include "move/several.cuh"
@@ -213,14 +213,15 @@ template <class Pass> struct PairClusterBackward : Operands<typename Pass::Math,
   struct Bias {
     using Element = typename Pass::Element;
     using Result = Element;
-    static constexpr int FEATURES = Pass::UNITS * Q0 * Q1, FOLD = 1, EACH = 4;
-    static constexpr int kPieces = FEATURES * int(sizeof(Element)) / 16;
+    static constexpr int FEATURES = Pass::UNITS * Q0 * Q1, ROW = FEATURES, RUN = 16 / sizeof(Element), EACH = 4, BESIDE = -1;
+    static constexpr int kPieces = FEATURES / RUN;
+    static constexpr bool STORES = false, SUMS = true, TURNS = false, ROUNDS = false;
     static constexpr int LANES = ceil_div(kPieces, CLUSTER) < kThreads ? ceil_div(kPieces, CLUSTER) : kThreads;
     static constexpr int WAYS = kThreads / LANES < 16 ? kThreads / LANES : 16;
   };
   DEVICE void of_bias() const {  // all threads have a piece of their own, where there are further tiles
     for (int tile = rank; tile * Bias::LANES < Bias::kPieces; tile += CLUSTER)
-      ColumnSums<Bias>::sum_up(g, made() + Q0 * P0 + Q1 * P1, params.batch, tile);
+      Columns<Bias>(g, made() + Q0 * P0 + Q1 * P1, params.batch, tile).run();
   }
 
   DEVICE void of_x(int first) const {

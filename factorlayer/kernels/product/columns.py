@@ -1,0 +1,253 @@
+"""What stands behind contractions, on the way back: columns.cuh, its threads and source.
+
+One pass multiplies grad_y by an activation's slopes, sums each feature over the samples, a bias's gradient, and stores
+what it has multiplied as it lies or turned: whatever is asked of these, each element is read and written once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from factorlayer.activations.written import gradient, gradient_by_result
+from factorlayer.device.code import ELEMENT, Told, constants
+from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
+from factorlayer.kernels.gradient import SUM_BYTES, Reduction, Sums, most_samples
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.turn import ACCESS_CYCLES, MEMORY
+from factorlayer.kernels.work import round_up
+from factorlayer.maths.chain import Chain
+
+THREADS = 256  # of a block, about
+MOST_THREADS = 512  # where rows of a tile that is turned would be shorter than a sector
+SECTOR = 32  # bytes
+# Threads of a multiprocessor that make sums, that store as well, and that have functions in double: by their registers
+SUMMING, STORING, IN_DOUBLE = 1024, 768, 256
+EACH, EACH_OF_TWO = 8, 4  # accesses of a thread to a tensor that are on their way at once, of one and of two
+LEAST_SAMPLES = 64  # that are worth a block
+# Of memory's rate by its bandwidth: what reads alone, and what stores as well
+READS, STORES = 0.85, 0.9
+
+
+@dataclass(frozen=True)
+class Columns(Sums):
+    """The pass that does what a chain without contractions asks for beside or without a turn: `sums`, the `slope` of
+    an activation or the way back `through` it from its result."""
+
+    chain: Chain
+    dtype: str
+    batch: int
+    gpu: Gpu
+
+    reads = "x"
+
+    @property
+    def features(self) -> int:
+        return self.chain.in_features
+
+    @property
+    def weights(self) -> int:
+        """Sums."""
+        return self.features
+
+    @property
+    def slopes(self) -> bool:
+        return self.chain.slope + self.chain.through > 0
+
+    @property
+    def stores(self) -> bool:
+        """Whether it makes a gradient of each sample."""
+        return self.slopes or self.chain.turn is not None
+
+    @property
+    def sums(self) -> bool:
+        return self.chain.sums > 0
+
+    @property
+    def each(self) -> int:
+        return EACH_OF_TWO if self.stores else EACH
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.size
+
+    @kept
+    def run(self) -> int:
+        """Elements of an access."""
+        turn = self.chain.turn
+        return math.gcd(self.piece, turn[1] * turn[2]) if turn else self.piece
+
+    @kept
+    def folds(self) -> int:
+        """Samples of a row that 16 bytes divide."""
+        return 1 if self.chain.turn else self.piece // math.gcd(self.piece, self.features)
+
+    @property
+    def row(self) -> int:
+        """Elements that are taken as a row."""
+        return self.features * self.folds if self.sums or self.chain.turn else self.run
+
+    @kept
+    def tile_rows(self) -> int:
+        """Rows of a matrix, whose tile is turned; none where the tile of a block would be too large."""
+        _, rows, columns = self.chain.turn or (0, 0, 0)
+        step = math.lcm(self.write, self.run // math.gcd(self.run, columns))
+        most = [threads * self.run // columns // step * step for threads in (THREADS, MOST_THREADS)]
+        found = next((n for n in most if n >= rows or n * self.size >= 4 * SECTOR), most[-1])
+        if found < rows and found * self.size < SECTOR:
+            return 0
+        return found and round_up(-(-rows // -(-rows // found)), step)
+
+    @property
+    def write(self) -> int:
+        """Elements of an access to what is turned."""
+        return math.gcd(self.piece, (self.chain.turn or (0, 0, 0))[1])
+
+    @kept
+    def padding(self) -> int:
+        """Elements behind as many columns as a piece has: a warp stores to as many bytes of each such group of them."""
+        groups = -(-(self.chain.turn or (0, 0, 0))[2] // self.piece)
+        return round_up(-(-32 // groups), self.piece) if groups > 1 else 0
+
+    @property
+    def _runs(self) -> int:
+        return self.row // self.run
+
+    @kept
+    def lanes(self) -> int:
+        if self.chain.turn:
+            return self.tile_rows * self.chain.turn[2] // self.run
+        return -(-self._runs // -(-self._runs // THREADS))
+
+    @property
+    def ways(self) -> int:
+        return max(1, THREADS // self.lanes)
+
+    @property
+    def threads(self) -> int:
+        return round_up(self.lanes * self.ways, 32)
+
+    @kept
+    def tiles(self) -> int:
+        if self.chain.turn:
+            outer, rows, _ = self.chain.turn
+            return int(outer * -(-rows // self.tile_rows))
+        return -(-self._runs // self.lanes)
+
+    @property
+    def split(self) -> int:
+        return int(self.tiles)
+
+    @kept
+    def shared(self) -> int:
+        """Bytes: a tile for each sample of a chunk, then the sums of all threads."""
+        sums = self.sums * self.lanes * self.ways * self.run * SUM_BYTES[self.dtype]
+        if not self.chain.turn:
+            return sums
+        columns = self.chain.turn[2]
+        tile = columns * self.tile_rows + -(-columns // self.piece) * self.padding
+        return max(sums, self.each * self.ways * tile * self.size)
+
+    @property
+    def blocks(self) -> int:
+        if not (self.sums or self.chain.turn):
+            return 1
+        running = STORING if self.stores else SUMMING
+        return max(1, (IN_DOUBLE if self.slopes and self.dtype == "float64" else running) // self.threads)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return self.blocks if self.sums or self.chain.turn else 0  # as many as there is work
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1 if self.sums or self.chain.turn else self.features
+
+    @property
+    def units_per_block(self) -> int:
+        """Units that are worth a block: few samples are one block's."""
+        if not (self.sums or self.chain.turn):
+            return self.ways * self.each * self.run
+        least = LEAST_SAMPLES if self.sums and self.folds == 1 and not self.stores else 0
+        return max(least, self.folds * self.ways * self.each)
+
+    @kept
+    def most(self) -> int:
+        """Blocks for a tile."""
+        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it writes the sums of all samples: a tile never has several blocks."""
+        return self.most * self.folds == 1 and not self.stores
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the sums that all blocks write, at most."""
+        return (
+            int(self.most * self.folds * self.features * SUM_BYTES[self.dtype])
+            if self.sums and not self.is_whole
+            else 0
+        )
+
+    @property
+    def writes(self) -> str:
+        return "y" if self.stores or self.is_whole else "s2"
+
+    @property
+    def gradients_to(self) -> str:
+        return "w" if self.stores else "y"
+
+    @property
+    def finishing(self) -> tuple[Pass, ...]:
+        return (Reduction(self),) if self.sums and not self.is_whole else ()
+
+    def outputs(self, batch: int) -> tuple[int, ...]:
+        return ((batch if self.stores else self.is_whole) * self.features * self.size,)
+
+    @property
+    def us(self) -> float:
+        """Predicted microseconds: memory's, and what is turned has the accesses of a turn."""
+        read = self.batch * self.features * self.size
+        memory = self.gpu.memory_bytes * self.gpu.sms
+        if not self.chain.turn:
+            return 1.7 + (1 + self.slopes + self.stores) * read / ((STORES if self.stores else READS) * memory)
+        accesses = self.batch * self.features * ((1 + self.slopes) / self.run + 1 / self.write) / (32 * self.gpu.sms)
+        return 1.7 + MEMORY * (2 + self.slopes) * read / memory + ACCESS_CYCLES * accesses / self.gpu.rates.cycles
+
+    def us_of(self, batch: int) -> float:
+        return replace(self, batch=batch).us
+
+    def __str__(self) -> str:
+        behind = ", from their results" if self.chain.through else ""
+        done = [f"slopes of {self.features} activations{behind}, times grad_y"] if self.slopes else []
+        done += [f"sums of {self.features} features"] if self.sums else []
+        done += ["turned {}×{}".format(*self.chain.turn[1:])] if self.chain.turn else []
+        rows = f", {self.ways} rows at once" if self.sums or self.chain.turn else ""
+        return f"columns: {'; '.join(done)}{rows}"
+
+    @property
+    def told(self) -> list[str]:
+        chain = self.chain
+        told: Told = {"Element": ELEMENT[self.dtype], "Result": "Element" if self.is_whole else "Sum<Element>"}
+        told |= {"BESIDE": 0 if self.slopes else -1, "STORES": self.stores, "SUMS": self.sums}
+        told |= {"FEATURES": self.features, "ROW": self.row, "RUN": self.run, "LANES": self.lanes, "WAYS": self.ways}
+        told |= {"EACH": self.each, "TURNS": chain.turn is not None, "ROUNDS": self.dtype == "tf32"}
+        if chain.turn:
+            _, rows, columns = chain.turn
+            told |= {"ROWS": rows, "COLUMNS": columns, "TR": self.tile_rows, "WRITE": self.write, "PAD": self.padding}
+        if not self.slopes:
+            return constants(told)
+        made = gradient_by_result if chain.through else gradient
+        return [*constants(told), made(chain.activation, self.dtype, "Gradient")]
+
+
+def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Columns | None:
+    """None where what is turned has rows that a block cannot have, or an order of its own."""
+    made = Columns(chain, dtype, batch, gpu)
+    if chain.mixed or (chain.turn and (not made.tile_rows or made.shared > gpu.shared)):
+        return None
+    return made
