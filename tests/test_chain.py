@@ -48,6 +48,12 @@ def test_text(chain: Chain, text: str) -> None:
     assert Chain.parse(text) == chain
 
 
+@pytest.mark.parametrize("text", ["gelu; slope 12; sums 13", "sums 12; turn 1 4 4", "gelu; slope 12; turn 1 4 4"])
+def test_what_stands_behind_contractions_has_one_number_of_features(text: str) -> None:
+    with pytest.raises(ValueError, match="on which slope, through, sums and turn should agree"):
+        Chain.parse(text)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), bias=st.booleans(), activation=st.sampled_from(list(ACTIVATIONS)))
 def test_parse_is_the_inverse_of_text(kind: str, data: st.DataObject, bias: bool, activation: str) -> None:

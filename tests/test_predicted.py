@@ -366,7 +366,8 @@ def test_layers_that_are_alike_are_counted_each(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layer_ops, "gpu_limits", lambda _: LIMITS)
     stack = STACK.replace("64", "264")  # which no kernel makes all gradients of
     asked = [text for text, _ in texts_of_run(stack + STATES, 100, torch.float32, 7, True)]
-    assert asked.count("tied 0 1 264 264 1; gradient") == asked.count("sums 264") == 3
+    summing = [text for text in asked if text.endswith("sums 264")]  # by itself, or beside slopes
+    assert asked.count("tied 0 1 264 264 1; gradient") == len(summing) == 3
 
 
 def test_layers_are_joined_where_it_is_predicted_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:

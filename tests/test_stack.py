@@ -75,7 +75,8 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in ("forward", "weight_gradient", "slopes")})
+    named = "forward", "weight_gradient", "slopes", "slopes_and_sums"
+    ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in named})
     monkeypatch.setattr(factorlayer.autograd.layer_ops, "gpu_limits", lambda device: H100)
 
     def cuda_ops(device: int, dtype: torch.dtype) -> Any:

@@ -71,8 +71,8 @@ CASES = [
     Case(kronecker((13, 5, 3), (6, 17, 3), rank=2), 50, False, SINE),
     Case(monarch((32, 32), (32, 32)), 70, True, SINE),
 ]
-# One of each way back: all at once, all at once behind a pass of its own, one by one, terms, untied, and behind slopes and
-# sums that are turned, a learned scalar.
+# One of each way back: all at once, all at once behind a pass of its own, one by one, terms, untied, and that behind
+# slopes and sums that are turned, a learned scalar.
 FEW = [
     Case(kronecker((32, 24), (24, 40)), 130, False),
     Case(kronecker((3, 32, 40), (2, 40, 32)), 70),
