@@ -628,6 +628,21 @@ def test_what_goes_back_to_contractions_is_what_takes_less(us_of_product: float)
     assert not behind_texts(plain, False, None, nothing, None)
 
 
+@pytest.mark.parametrize("us_of_sums", [0.5, 2.0])
+def test_a_biass_gradient_comes_with_slopes_or_with_all_others(us_of_sums: float) -> None:
+    """Whichever is predicted to take less."""
+    chain = Chain.of(kronecker((3, 4), (5, 6)), True, "gelu")
+    before = replace(chain, activation="identity")
+    visit = replace(before, backward=True).text
+
+    def us(text: str) -> float:
+        return 1.0 + us_of_sums * ("sums" in text) + (text == visit)
+
+    asked = [text for text, _ in texts(chain.text, lambda asked: asked.backward, 16, -1, lambda _: us)]
+    apart = ["gelu; slope 30; sums 30", replace(before, bias=False, backward=True).text]
+    assert asked == [before.text, *(apart if us_of_sums < 1 else ["gelu; slope 30", visit])]
+
+
 def test_the_way_back_through_an_activation_has_a_text_of_its_own() -> None:
     chain = Chain.of(kronecker((3,), (4,)), False, "relu")
     chain = replace(chain, through=4, tf32=True)

@@ -197,7 +197,11 @@ def gradients(
         wanted &= (4 << count) - 1
     both, behind = planned_behind(ops, text, wanted, len(x))
     grad, summed = back_to_contractions(ops, behind, grad, x, weights, bias)
-    if both:
+    if both and Chain.parse(both).backward:
+        made = ops.all_gradients(grad, x, weights, both, wanted & 3)
+        found |= dict(zip([*[0] * (wanted & 1), *range(1, count + 2)], made, strict=True))
+        wanted = 0
+    elif both:
         of_weight, of_bias = ops.weight_gradient(grad, x, both).view(-1).split((weights[0].numel(), grad.shape[1]))
         found |= {1: of_bias, 2: of_weight.view(weights[0].shape)}
         wanted &= 1
@@ -217,12 +221,33 @@ def gradients(
 
 
 def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
-    """What makes both gradients of a dense layer at once, if that is to be, and what goes back to contractions."""
-    fits = ops.fits_of(batch)
-    both = _weight_and_bias(text, wanted, fits)
+    """What makes the bias's gradient with the weight's, or with all others, if that is to be, and what goes back to
+    the contractions."""
     # Each of several terms turns what it takes, and all of them go back together from what is not turned.
     turn = turn_behind(visits_of(ops, text, wanted, batch)) if Chain.parse(text).rank == 1 else None
-    return both, behind_texts(text, bool(wanted & 2) and not both, turn, fits, ops.us(batch) if ops.us else None)
+    return _planned_behind(text, wanted, turn, ops.fits_of(batch), ops.us(batch) if ops.us else None)
+
+
+@functools.lru_cache(1024)
+def _planned_behind(
+    text: str,
+    wanted: int,
+    turn: Turned | None,
+    fits: Callable[[Chain], bool],
+    us: Callable[[str], float] | None,
+) -> tuple[str | None, tuple[str, ...]]:
+    both = _weight_and_bias(text, wanted, fits)
+    without = behind_texts(text, False, turn, fits, us)
+    if both or not wanted & 2:
+        return both, without
+    behind = behind_texts(text, True, turn, fits, us)
+    visit = _only_visit(replace(Chain.parse(text), activation="identity").text, wanted, fits)
+    if not visit or not Chain.parse(visit).bias:
+        return None, behind
+    alone = replace(Chain.parse(visit), bias=False).text
+    if us is None or sum(map(us, (*without, visit))) <= sum(map(us, (*behind, alone))):
+        return visit, without
+    return None, behind
 
 
 def back_to_contractions(

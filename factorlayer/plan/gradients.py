@@ -90,7 +90,7 @@ def _with_bias(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
     plain = _all_gradients(replace(chain, bias=False), dtype, batch, gpu)
     alone = [first for first, *rest in plain if tuple(rest) == first.finishing]
     both = [(each, *each.finishing) for first in alone if (each := first.with_bias(batch))]
-    apart = sum_us(min(plain, key=sum_us)) + sum_us(sums(Chain((), sums=chain.out_features), dtype, batch, gpu))
+    apart = sum_us(min(plain, key=sum_us)) + sum_us(behind(Chain((), sums=chain.out_features), dtype, batch, gpu))
     return min((passes for passes in both if sum_us(passes) <= apart), key=sum_us, default=())
 
 
