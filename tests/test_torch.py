@@ -173,7 +173,7 @@ def test_compile_fullgraph(layer: FactorLinear, implementation: str, dynamic: bo
     torch._dynamo.reset()
     eager = with_implementation(layer, implementation)
     compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for batch in (4, 9, 17):
+    for batch in (4, 9, 17) if dynamic else (4, 9):  # the second one of which is compiled anew
         x = sample(layer, batch).requires_grad_()
         assert_same(gradients(compiled, x), gradients(eager, x))
         with torch.no_grad():
