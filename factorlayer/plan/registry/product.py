@@ -95,6 +95,7 @@ COLUMNS = Family(
     columns.tile,
     (columns.Columns,),
     "gradients",
+    Takes(slopes=True),
 )
 TURN = Family("Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
 OF_COLUMNS, OF_TURN = (COLUMNS,), (TURN,)
