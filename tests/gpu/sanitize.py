@@ -103,6 +103,13 @@ TRAINED = [
     ("monarch", "32 32", 20, "bfloat16"),
     ("monarch", "32 16", 70, "bfloat16", 4),
 ]  # fmt: skip
+# The same with a bias and gelu, back through which they go
+ACTIVATED = [
+    ("kronecker", "24x48 32x64", 330, "bfloat16"),
+    ("kronecker", "9x31 8x5", 70, "float32"),
+    ("kronecker", "3x5 7x9 4x6", 100, "float64"),
+    ("monarch", "4x768 192x4", 130, "bfloat16", 48),
+]
 # Factors, the features of several inputs, samples, dtype; gradients are made of all
 INPUTS = [
     ("32 32", "512 512", 70, "bfloat16"),
@@ -245,10 +252,13 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for trained, (structure, factors, batch, dtypes, *rank) in [(row in TRAINED, row) for row in LAYERS + TRAINED]:
+    for row in LAYERS + TRAINED + ACTIVATED:
+        structure, factors, batch, dtypes, *rank = row
+        trained, activated = row not in LAYERS, row in ACTIVATED
         sizes = [tuple(map(int, f"{factor}x{factor}".split("x")[:2])) for factor in factors.split()]
         spec = LayerSpec(structure, tuple(p for p, _ in sizes), tuple(q for _, q in sizes), *rank)
-        chain = Chain.of(spec, not trained, "identity" if trained else "relu")
+        activation = "gelu" if activated else "identity" if trained else "relu"
+        chain = Chain.of(spec, not trained or activated, activation)
 
         def layer(implementation, x, *tensors, spec=spec, chain=chain) -> Tensor:
             weights, bias = (tensors[:-1], tensors[-1]) if chain.bias else (tensors, None)

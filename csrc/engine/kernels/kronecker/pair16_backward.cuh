@@ -9,7 +9,8 @@
 // Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
 //       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
 //       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
-//       BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a sample;
+//       BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a sample; dX may
+//       have no place then;
 //       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0; Source and
 //       Sink: void, or Several, the tensors that X and dX are
 #pragma once
@@ -90,8 +91,9 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       Products::visit(x, x + kSlab, scale_a, scale_b, d_a, d_b, d_x);
       ring.release(slot, lane.index);
       sync_warpgroup(warpgroup);  // dT has been read
-      Products::template store<P0, P1>(
-          d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1));
+      if (!Pass::BIAS || params.y)
+        Products::template store<P0, P1>(
+            d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1));
     }
     meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_warpgroup(warpgroup); });
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
