@@ -391,12 +391,8 @@ def test_slopes_are_made_with_their_product_where_that_is_predicted_to_take_less
     chain = Chain.of(kronecker((4, 3), (2, 5)), True, "gelu")
     before, slope = "tied 0 1 4 2 3; tied 1 2 3 5 1; bias", "gelu; slope 10"
     predicted = {f"{before}; {slope}": us_at_once, before: us_apart / 2, slope: us_apart / 2}
-
-    def us(_: int) -> Callable[[str], float]:
-        return predicted.__getitem__
-
-    asked = [text for text, _ in texts(chain.text, anything, 3, 2, us)]
-    assert asked[:-1] == ([f"{before}; {slope}"] if us_at_once < us_apart else [before, slope])
+    found = behind_texts(chain.text, False, None, anything, predicted.__getitem__)
+    assert found == ((f"{before}; {slope}",) if us_at_once < us_apart else (before, slope))
 
 
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)

@@ -335,8 +335,10 @@ def test_nothing_goes_back_to_where_nothing_learns(frozen: str, monkeypatch: pyt
 def test_a_layer_may_stand_at_several_places(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     shared = nn.Linear(136, 136)
-    plain = nn.Sequential(nn.Linear(12, 136), nn.ReLU(), shared, nn.ELU(0.5), shared, nn.LeakyReLU(), nn.Linear(136, 3))
-    mlp, x = fuse(plain.double(), "fused"), torch.randn(9, 12, dtype=torch.float64)
+    plain = nn.Sequential(
+        nn.Linear(132, 136), nn.ReLU(), shared, nn.ELU(0.5), shared, nn.LeakyReLU(), nn.Linear(136, 3)
+    )
+    mlp, x = fuse(plain.double(), "fused"), torch.randn(9, 132, dtype=torch.float64)
     leaves = list(plain.parameters())
     right = torch.autograd.grad(plain(x).sin().sum(), leaves)
     ran = trained_as_on_hopper(monkeypatch)
@@ -368,9 +370,9 @@ def test_joined_layers_compile_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_layers_of_several_factors_hand_gradients_back_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    widths = [(4, 4), (12, 12), (13, 12), 7]
+    widths = [(24, 22), (12, 12), (13, 12), 7]
     mlp = FactorMLP(widths, activation="relu", implementation="fused", dtype=torch.float64)
-    x = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(6, 528, dtype=torch.float64, requires_grad=True)
     right = gradients(mlp, x)
     ran = trained_as_on_hopper(monkeypatch)
     torch.testing.assert_close(gradients(mlp, x), right)

@@ -388,7 +388,7 @@ def run_cases(tool: str, share: int, shares: int) -> int:
         found = results(case, [t.cuda() for t in tensors], grad_y.cuda(), "fused")
         count += 1
         for one, right in zip(found, exact, strict=True):
-            error = float((one.cpu().double() - right).norm() / right.norm())
+            error = float((one.cpu().double() - right).norm() / right.double().norm())
             if not error <= tolerances[case.dtype]:
                 wrong.append(f"{case.name}: off by {error:.1e}")
     print("\n".join(wrong) if wrong else f"{count} {DONE}", flush=True)
