@@ -22,7 +22,7 @@ def _is_of_few(product: streamed.Product, batch: int, gpu: Gpu) -> bool:
 
 
 FEW_PRODUCT = Family(
-    "Few samples of a Monarch layer, one contraction",
+    "Few samples: one contraction of a Monarch layer, or a dense layer",
     few.tile,
     (few.Few,),
     "few-samples",
