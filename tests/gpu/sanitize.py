@@ -105,7 +105,7 @@ TRAINED = [
 ]  # fmt: skip
 # The same with a bias and gelu, back through which they go
 ACTIVATED = [
-    ("kronecker", "24x48 32x64", 330, "bfloat16"),
+    ("kronecker", "24x48 32x64", 140, "bfloat16"),
     ("kronecker", "9x31 8x5", 70, "float32"),
     ("kronecker", "3x5 7x9 4x6", 100, "float64"),
     ("monarch", "4x768 192x4", 130, "bfloat16", 48),
