@@ -161,9 +161,9 @@ def test_a_choice(case: Case, special: bool, emulator: Emulator) -> None:
         torch.testing.assert_close(made[1].double(), scores, **near)
         return
     right = noisy if draws else scores
-    wanted, got = right.argmax(1), made[1]
-    if special and not draws:
-        assert torch.equal(got, wanted)
+    got = made[1]
+    if special and not draws:  # the first of equals, though a library's sums of equal rows may differ
+        assert not got.any()
     taken = right.gather(1, got[:, None])[:, 0]
     torch.testing.assert_close(taken, right.amax(1), **near)
 
