@@ -64,13 +64,28 @@ class Sums(Pass):
         return int(blocks * (self.part_bytes // self.most))
 
 
-class TileSums(Sums):
-    """What passes have in common whose blocks each have a tile of the sums, mostly for one contraction's weights."""
+class InTiles(Sums):
+    """What passes have in common whose blocks each have a tile of the sums, and share its samples."""
 
-    contraction: Contraction
     batch: int
     blocks: Any  # at once on a multiprocessor
     tiles: Any
+
+    @property
+    def split(self) -> int:
+        return int(self.tiles)
+
+    @kept
+    def most(self) -> int:
+        """Blocks for a tile."""
+        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
+
+
+class TileSums(InTiles):
+    """What most of them have in common: sums for one contraction's weights."""
+
+    contraction: Contraction
     bias: Any = False  # whether that of the columns of what comes back is made, too
     stays: Any = False  # whether its sums do, in s2, for a pass behind it
 
@@ -96,16 +111,6 @@ class TileSums(Sums):
     @property
     def weights(self) -> int:
         return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
-
-    @property
-    def split(self) -> int:
-        return int(self.tiles)
-
-    @kept
-    def most(self) -> int:
-        """Blocks for a tile."""
-        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
-        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
 
     @property
     def is_whole(self) -> bool:

@@ -13,7 +13,7 @@ from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, Reduction, Sums, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, InTiles, Reduction
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
@@ -33,7 +33,7 @@ STAYING = 0.9
 
 
 @dataclass(frozen=True)
-class Columns(Sums):
+class Columns(InTiles):
     """The pass that does what a chain without contractions asks for beside or without a turn: `sums`, the `slope` of
     an activation or the way back `through` it from its result."""
 
@@ -138,10 +138,6 @@ class Columns(Sums):
             return int(outer * -(-rows // self.tile_rows))
         return -(-self._runs // self.lanes)
 
-    @property
-    def split(self) -> int:
-        return int(self.tiles)
-
     @kept
     def shared(self) -> int:
         """Bytes: a tile for each sample of a chunk, then the sums of all threads."""
@@ -174,12 +170,6 @@ class Columns(Sums):
             return self.ways * self.each * self.run
         least = LEAST_SAMPLES if self.sums and self.folds == 1 and not self.stores else 0
         return max(least, self.folds * self.ways * self.each)
-
-    @kept
-    def most(self) -> int:
-        """Blocks for a tile."""
-        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
-        return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
 
     @property
     def is_whole(self) -> bool:
