@@ -31,9 +31,11 @@ from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, Ti
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
+    PART_US,
     chunks_of,
     odd_us,
     of_pieces,
+    parts_of_sectors,
     predict,
     stage_for,
     units_of,
@@ -517,6 +519,7 @@ def _grouped(
     moved = of_x * (1 + bool(places.y) / parts) + of_g * one.gradients
     rate = (gpu.memory_bytes + (parts - 1) * gpu.l2_bytes) / parts  # other parts' blocks find it in L2
     memory = units * moved / rate * (1 + 11 / run)  # short runs cost more
+    shared = units * parts_of_sectors(math.prod(work.states[0]), chunk, work, batch) * PART_US if places.y else 0.0
     fixed, tiles = one.barrier_bytes + one.weight_bytes, -(-total // units)
     of_learned = [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
     moving = _moving(one)
@@ -533,7 +536,7 @@ def _grouped(
         busy += work.rank * sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) * work.rank + 4
-        us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True)
+        us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True, shared)
         begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)

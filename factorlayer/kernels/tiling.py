@@ -40,6 +40,8 @@ TILES = (
 # slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_LINE = 2, 2
 LINE, SECTOR = 128, 32  # bytes of memory
+PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
+IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
@@ -145,6 +147,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
     of_x = unit_in / same * (1 / gpu.memory_bytes + (same - 1) / gpu.l2_bytes)
     of_y = unit_out * (1 + work.slope)  # with grad_y, which is read where results go
     memory = (of_x + of_y / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
+    parts = made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * PART_US
     functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
     for warps, fewer in itertools.product((1, 2, 4, 8, 16), (1, 4, 16) if work.rank > 1 else (1,)):
         units = units_of(unit, warps, total)
@@ -198,7 +201,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     else:
                         busy = products + move
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
-                    us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd)
+                    us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd, parts=units * parts)
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
                     yield us, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
@@ -291,6 +294,17 @@ def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = Non
         return 0.0
     each = of_pieces(access, run * size) if access < 16 else 0.0
     return elements * size / access / 32 * (each + (OF_TENSOR if inputs else 0))
+
+
+def parts_of_sectors(rows: int, chunk: int, work: Work, batch: int) -> int:
+    """Sectors of memory of which a unit of so many rows stores a part, and other tiles the rest at another time. Those
+    of short rows, which come at about the same time, and those of small results are put together in L2."""
+    size = ELEMENT_BYTES[work.dtype]
+    run, row = chunk * size, work.inner * size
+    are_whole = chunk == work.inner or math.gcd(run, row) % SECTOR == 0
+    if are_whole or row < LINE or batch * work.outer * rows * row < IN_L2:
+        return 0
+    return rows if run < SECTOR else 2 * rows
 
 
 def of_pieces(access: int, run: int) -> float:
@@ -423,15 +437,17 @@ def predict(
     split: int,
     gpu: Gpu,
     waits: bool = False,
+    parts: float = 0.0,
 ) -> tuple[float, tuple[float, float, float]]:
     """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
     its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
     while the group works on the tile before. The work may have the `waits` of all warps in it already: those of one
-    group by itself are longer."""
+    group by itself are longer. `parts` of sectors that a tile stores take memory's time, which nobody waits for."""
     blocks = max(gpu.sms // split, 1)
     slower = waits_of(warps) / waits_of(groups * warps) if waits else (1 + 2 / warps) * max(1.0, 4 / warps)
     alone = memory + busy * slower + barriers * gpu.rates.sync_us
     busy *= 1 + 2 / (groups * warps)
     overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
+    overlapped = max(overlapped, groups * (memory + parts) / 0.95)
     made = memory, alone, max(overlapped, alone - memory * ahead)
     return TileUs(*made).of(tiles, groups, blocks, gpu), made
