@@ -352,8 +352,8 @@ def stage_type(
 ) -> str:
     """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says. Of
     a weight that lies as another stage reads it, `stride` is that one's."""
-    run = following.i if following.i > 1 else following.p
-    pairs = run % 2 == 0 and (stage.q if stage.by_rows else stage.inner) % 2 == 0
+    run, side = following.i if following.i > 1 else following.p, stage.q if stage.by_rows else stage.inner
+    pairs = run == side or (run % 2 == 0 and side % 2 == 0)
     words = [
         str(stage.by_rows).lower(),
         *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),

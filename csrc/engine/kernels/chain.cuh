@@ -55,15 +55,21 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   // From a group's tile to its next one
   static DEVICE i64 step() { return i64(gridDim.x) * Pass::GROUPS; }
 
+  // Whether those lines of x come by registers, padded
+  template <int COPY> static constexpr bool pads_lines = COPY < 4 && is_void<typename Pass::Source>;
+
   // Copies a tile's units, if there is such a tile, to a slot.
   DEVICE void load(i64 tile, int slot) const {
     const bool there = tile < tiles();
     if constexpr (Pass::BULK_LOAD) {
       if (warp == 0 && there) load_runs(tile * Pass::UNITS, slot);
     } else {
-      for (int held = 0; there && held < Pass::HELD; ++held)
+      for (int held = 0; there && held < Pass::HELD; ++held) {
         Base::template load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
             state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
+        if constexpr (pads_lines<Pass::COPY>)
+          Base::template fetch<typename Pass::Input>(state_of(held), (tile + step()) * Pass::UNITS);
+      }
       commit_copies();
     }
   }
@@ -93,12 +99,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
 
   static constexpr int kWord = 16 / kSize;  // elements
 
-  // Zeros where a layout of a stage pads p up to what the matrix unit takes. Threads by columns take p's as they are.
+  // Zeros where a layout of a stage pads p up to what the matrix unit takes; the TAILS of rows, if they are not zeros as they come.
+  // Threads by columns take p's as they are.
   template <class S> static constexpr bool kPadded = S::PP != S::P && (S::BY_ROWS || !S::BY_THREADS);
-  template <class S> DEVICE void zero_padding(u32 state) const {
-    if constexpr (kPadded<S> && S::BY_ROWS) {
+  template <class S, bool TAILS = true> DEVICE void zero_padding(u32 state) const {
+    if constexpr (kPadded<S> && S::BY_ROWS && TAILS) {
       for (int row = thread; row < S::ROWS; row += kThreads) zeros<S::PP - S::P>(state + (row * S::In::ROW + S::P) * kSize);
-    } else if constexpr (kPadded<S>) {  // whole p's, with what lies between them
+    } else if constexpr (kPadded<S> && !S::BY_ROWS) {  // whole p's, with what lies between them
       constexpr int kWords = (S::PP - S::P) * S::In::STEP / kWord;
       for (int j = thread; j < S::ROWS * kWords; j += kThreads)
         store_u32x4(state + (j / kWords * S::In::ROW + S::P * S::In::STEP) * kSize + j % kWords * 16, {0, 0, 0, 0});
@@ -222,7 +229,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   DEVICE void by_threads(int term, u32 state, u32 to, i64 unit) const {
     using Real = Sum<Element>;
     using Out = typename S::Out;
-    constexpr int kWide = !S::BY_ROWS && S::PAIRS && kSize == 2 ? 2 : 1;
+    constexpr int kWide = !S::BY_ROWS && S::PAIRS && S::I % 2 == 0 && kSize == 2 ? 2 : 1;
     constexpr int kOfRow = S::BY_ROWS ? 1 : S::I / kWide, kCount = S::ROWS * kOfRow;
     constexpr int kFrom = S::BY_ROWS ? 1 : S::In::STEP;
     Real w[TERMS][S::Q][S::P];
@@ -347,7 +354,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       } else {
         first = Math::rounded(first), second = Math::rounded(second);
       }
-      if constexpr (S::PAIRS) {
+      if (S::PAIRS && second_there) {
         store_shared(place, Pair<Element>(first, second));
       } else {
         store_shared(place, narrow<Element>(first));
@@ -624,16 +631,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     Base::template load_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(beside(), tile * Pass::UNITS,
                                                                                          memory + Pass::BESIDE_AT);
     commit_copies();
-    if constexpr (Pass::STORE < 4) fetch_beside(tile + step());
-  }
-  DEVICE void fetch_beside(i64 tile) const {
-    using R = typename Pass::Output;
-    constexpr int kLine = 128 / kSize, kRows = R::kSize / R::C;
-    constexpr int kEach = R::WIDTH > 0 ? 1 : ceil_div(R::C, kLine);  // a last chunk may have no more
-    const i64 first = tile * Pass::UNITS;
-    const int count = tile < tiles() ? Base::present(first) * kRows * kEach : 0;
-    ROLL for (int j = thread; j < count; j += kThreads)
-      prefetch(beside() + R::unit(first + j / (kRows * kEach)) + R::at(j / kEach % kRows * R::C) + j % kEach * kLine);
+    if constexpr (Pass::STORE < 4) Base::template fetch<typename Pass::Output>(beside(), (tile + step()) * Pass::UNITS);
   }
   // Once for each warp and tile, the first time that it has sums, or where it has none
   DEVICE void wait_for_beside(bool now = true) const {
@@ -719,7 +717,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
   DEVICE void pad(int slot) const {
     for (int held = 0; held < Pass::HELD; ++held)
-      zero_padding<typename Pass::FirstStage>(slot_address(slot) + held * Pass::kHeldBytes);
+      zero_padding<typename Pass::FirstStage, !pads_lines<Pass::COPY>>(slot_address(slot) + held * Pass::kHeldBytes);
   }
   DEVICE void finish_store() const {
     if constexpr (Pass::BULK_STORE)

@@ -57,10 +57,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
 
   // Zeros where a state has more than its sizes and a product is summed over it: p's up to whole steps, and what lies behind the
   // mode, or the rows, which gradients of weights are summed over.
-  template <class S> DEVICE void zero_padding(u32 state) const {
+  template <class S, bool TAILS = true> DEVICE void zero_padding(u32 state) const {
     using L = typename S::In;
-    Base::template zero_padding<S>(state);
-    if constexpr (!S::BY_ROWS && S::IP != S::I) {
+    Base::template zero_padding<S, TAILS>(state);
+    if constexpr (TAILS && !S::BY_ROWS && S::IP != S::I) {
       for (int j = thread; j < S::ROWS * S::P; j += kThreads)
         Base::template zeros<S::IP - S::I>(state + (j / S::P * L::ROW + j % S::P * L::STEP + S::I) * kSize);
     }
@@ -202,6 +202,9 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   // What a term has of a tensor that has a state for each.
   template <i64 FEATURES> DEVICE i64 of_term() const { return i64(term()) * params.batch * FEATURES; }
 
+  // Whether lines of them come by registers, padded
+  static constexpr bool kPadsX = Base::template pads_lines<Pass::COPY_X>, kPadsG = Pass::COPY_G < 4;
+
   // A tile of x and of each grad_y, if there is such a tile.
   DEVICE void load(i64 tile, i64 tiles, int slot) const {
     if (tile < tiles) {
@@ -210,10 +213,15 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       using Output = typename Pass::Output;
       auto x = source_of<typename Pass::Source, Element>(params);
       if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
-      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, tile * Pass::UNITS, slot_of(slot));
-      ROLL for (int t = 0; t < Pass::GRADS; ++t)
+      const i64 here = tile * Pass::UNITS, next = here + i64(gridDim.x) * Pass::GROUPS * Pass::UNITS;
+      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, here, slot_of(slot));
+      if constexpr (kPadsX) Base::template fetch<Input>(x, next);
+      ROLL for (int t = 0; t < Pass::GRADS; ++t) {
+        const Element* grad = g + t * params.batch * Pass::G_TERM;
         Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(
-            g + t * params.batch * Pass::G_TERM, tile * Pass::UNITS, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
+            grad, here, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
+        if constexpr (kPadsG) Base::template fetch<Output>(grad, next);
+      }
     }
     commit_copies();
   }
@@ -234,8 +242,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     ROLL for (; tile < tiles; tile += step) {
       wait_for_copies<Pass::SLOTS - 1>();
       const u32 x = slot_of(slot), g = x + Pass::kStateBytes;
-      zero_padding<typename Pass::FirstX>(x);
-      ROLL for (int t = 0; t < Pass::GRADS; ++t) zero_padding<typename Pass::FirstG>(g + t * Pass::kGradBytes);
+      zero_padding<typename Pass::FirstX, !kPadsX>(x);
+      ROLL for (int t = 0; t < Pass::GRADS; ++t) zero_padding<typename Pass::FirstG, !kPadsG>(g + t * Pass::kGradBytes);
       sync();
       Pass::walk(*this, sums, x, g, tile);
       if constexpr (Pass::RETURNS) {

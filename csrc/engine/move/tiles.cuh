@@ -5,6 +5,7 @@
 // Pass: Element; WARPS, GROUPS, UNITS of a tile, UNITS_PER_SAMPLE
 #pragma once
 #include "move/memory.cuh"
+#include "move/packed.cuh"
 #include "move/several.cuh"
 #include "types/layout.cuh"
 #include "types/params.cuh"
@@ -23,20 +24,21 @@ template <class Pass> struct Tiles {
   // How a group's threads go through a tile: all of its units, where they lie together in memory, or some of them at once, THREADS
   // each. R: where units lie in memory, L: in shared memory, BYTES of one access.
   template <class R, class L, int BYTES> struct Moved {
-    static constexpr int kCount = R::kDense ? Pass::UNITS * R::kSize : R::kSize, kPieces = kCount * kSize / BYTES;
+    static constexpr int kCount = R::kDense ? Pass::UNITS * R::kSize : R::kSize, kRun = R::template kRun<L>;
+    static constexpr int kPieces = kCount / kRun * ceil_div(kRun * kSize, BYTES);
     static constexpr int kFit = R::kDense || kPieces >= kThreads ? 1 : kThreads / kPieces;
     static constexpr int kAtOnce = kFit < Pass::UNITS ? kFit : Pass::UNITS, THREADS = kThreads / kAtOnce;
-    using Walk = Lines<L, kCount, R::template kRun<L>, R::template kLineStep<L>, BYTES / kSize, THREADS>;
+    using Walk = Lines<L, kCount, kRun, R::template kLineStep<L>, BYTES / kSize, THREADS>;
   };
-  // of(where such a part begins in memory, its first element in the tile, whether an element of it is there); of each unit its
+  // of(where such a part begins in memory, its first element in the tile, how many are there from an element on); of each unit its
   // first `limit` elements, where it may reach behind what it is a part of.
   template <class R, class M, class Of> DEVICE void parts_of(i64 first, Of of, int limit = R::kSize) const {
     const auto part = [&](i64 begin, int there, int width, int element) {
       if constexpr (!R::kDense) there = min(there, limit);
       if (there == M::kCount && width == R::C)
-        of(begin, element, [](int) { return true; });
+        of(begin, element, [](int) { return M::kCount; });
       else
-        of(begin, element, [&](int e) { return e < there && (R::WIDTH == 0 || e % R::C < width); });
+        of(begin, element, [&](int e) { return R::WIDTH == 0 ? there - e : min(there - e, width - e % R::C); });
     };
     if constexpr (R::kDense) return part(R::unit(first), present(first) * R::kSize, R::C, 0);
     const int present = this->present(first), chunk = R::chunk(first);
@@ -49,21 +51,47 @@ template <class Pass> struct Tiles {
     }
   }
 
-  // x, and y below: a pointer, or Several.
+  // x, and y below: a pointer, or Several. Of elements that only 2 bytes divide, eight of a line come at once, by registers, with
+  // zeros up to the next multiple of eight.
   template <class R, class L, int COPY, class X> DEVICE void load_pieces(const X& x, i64 first, u32 to) const {
-    using M = Moved<R, L, COPY>;
+    constexpr bool kByRegisters = COPY < 4, kEights = kByRegisters && is_pointer<X>;
+    using M = Moved<R, L, kEights ? 16 : COPY>;
     const typename M::Walk lines(thread % M::THREADS);
-    parts_of<R, M>(first, [&](i64 begin, int element, auto here) {
+    parts_of<R, M>(first, [&](i64 begin, int element, auto there) {
       const auto from = x + begin;
-      if constexpr (COPY >= 4)
+      if constexpr (!kByRegisters) {
         lines.template each<8>(
-            element, [](int, i64, int) { return 0; },
-            [&](int place, i64 offset, int e, int) { copy_async<COPY>(to + place * kSize, at_or_begin(from, offset, here(e)), here(e)); });
-      else
+            element, [](int, i64, int, int) { return 0; },
+            [&](int place, i64 offset, int e, int, int) {
+              copy_async<COPY>(to + place * kSize, at_or_begin(from, offset, there(e) > 0), there(e) > 0);
+            });
+      } else if constexpr (kEights) {
+        static_assert(L::ROW % 8 == 0 && (L::I == 1 || L::STEP % 8 == 0), "lines begin at whole 16 bytes");
+        const Element* const end = x + units / R::CHUNKS * R::SLICE;
+        lines.template each<4>(
+            element,
+            [&](int, i64 offset, int e, int left) {
+              Eight eight;
+              eight.load(from + offset, end, min(left, there(e)));
+              return eight;
+            },
+            [&](int place, i64 offset, int e, int left, const Eight& eight) {
+              eight.put(to + place * kSize, from + offset, min(left, there(e)));
+            });
+      } else {
         lines.template each<16>(
-            element, [&](int, i64 offset, int e) { return here(e) ? *(from + offset) : Element{}; },
-            [&](int place, i64, int, Element x) { store_shared(to + place * kSize, x); });
+            element, [&](int, i64 offset, int e, int) { return there(e) > 0 ? *(from + offset) : Element{}; },
+            [&](int place, i64, int, int, Element x) { store_shared(to + place * kSize, x); });
+      }
     });
+  }
+  // Asks L2 for a tile, if there is one, whose loads will be waited for: of elements of 2 bytes, few are on their way at once.
+  template <class R> DEVICE void fetch(const Element* x, i64 first) const {
+    constexpr int kLine = 128 / kSize, kRows = R::kSize / R::C;
+    constexpr int kEach = R::WIDTH > 0 ? 1 : R::C / kLine + 1;  // a last chunk may have no more
+    const int count = first < units ? present(first) * kRows * kEach : 0;
+    ROLL for (int j = thread; j < count; j += kThreads)
+      prefetch(x + R::unit(first + j / (kRows * kEach)) + R::at(j / kEach % kRows * R::C) + min(j % kEach * kLine, R::C - 1));
   }
   template <class R, class L, int STORE, class Y>
   DEVICE void store_pieces(i64 first, u32 from, const Y& y, int limit = R::kSize) const {
@@ -71,12 +99,12 @@ template <class Pass> struct Tiles {
     const typename M::Walk lines(thread % M::THREADS);
     parts_of<R, M>(
         first,
-        [&](i64 begin, int element, auto here) {
+        [&](i64 begin, int element, auto there) {
           const auto to = y + begin;
           lines.template each<STORE < 4 ? 16 : 8>(
-              element, [&](int place, i64, int) { return load_words<STORE>(from + place * kSize); },
-              [&](int, i64 offset, int e, const Words<STORE>& word) {
-                if (here(e)) store_words<STORE>(to + offset, word);
+              element, [&](int place, i64, int, int) { return load_words<STORE>(from + place * kSize); },
+              [&](int, i64 offset, int e, int, const Words<STORE>& word) {
+                if (there(e) > 0) store_words<STORE>(to + offset, word);
               });
         },
         limit);

@@ -30,17 +30,17 @@ template <class L> struct Place {
 
 // How THREADS threads go through COUNT elements, EACH at once, in lines of RUN that lie together in shared memory and in memory,
 // there STEP elements from one to the next: some lines at a time, or one, of which a thread has several pieces. Most places are
-// then constants behind a thread's first one.
+// then constants behind a thread's first one. The last piece of a line may have fewer elements.
 template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct Lines {
-  static constexpr int kPieces = RUN / EACH, kLines = COUNT / RUN, kRounds = ceil_div(kPieces, THREADS);
+  static constexpr int kPieces = ceil_div(RUN, EACH), kLines = COUNT / RUN, kRounds = ceil_div(kPieces, THREADS);
   static constexpr int kFit = kRounds > 1 ? 1 : THREADS / kPieces, kAtOnce = kFit < kLines ? kFit : kLines;
-  static_assert(RUN % EACH == 0 && COUNT % RUN == 0);
+  static_assert(COUNT % RUN == 0);
   const int line, piece;  // a thread's first line, and its first element of a line
   DEVICE explicit Lines(int thread)
       : line(kRounds > 1 ? 0 : thread / kPieces), piece((kRounds > 1 ? thread : thread % kPieces) * EACH) {}
 
-  // take(place, offset, element) of some pieces, then put(place, offset, element, what was taken) of each. `first` is the element
-  // of the layout that the first line begins with, places and offsets count elements.
+  // take(place, offset, element, left) of some pieces, then put(place, offset, element, left, what was taken) of each. `first` is
+  // the element of the layout that the first line begins with, places and offsets count elements, of which `left` are left of a line.
   template <int SOME, class Take, class Put> DEVICE void each(int first, Take take, Put put) const {
     if (kRounds == 1 && kAtOnce * kPieces < THREADS && line >= kAtOnce) return;
     constexpr int kSteps = ceil_div(kLines, kAtOnce), kFits = SOME / kRounds;
@@ -51,7 +51,7 @@ template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct L
     int element = line * RUN + piece;
     ROLL for (int step = 0; step < kSteps; step += kSome) {
       ROLL for (int round = 0; round < kRounds; round += kPart) {
-        decltype(take(0, offset, 0)) taken[kSome][kPart];
+        decltype(take(0, offset, 0, 0)) taken[kSome][kPart];
         const auto go = [&](auto what) {
           Place<L> here = at;
           UNROLL for (int i = 0; i < kSome; ++i) {
@@ -59,14 +59,15 @@ template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct L
               UNROLL for (int r = 0; r < kPart; ++r) {
                 const int behind = (round + r) * THREADS * EACH;
                 if (kRounds == 1 || (kPieces % THREADS == 0 && kRounds % kPart == 0) || behind + piece < RUN)
-                  what(here.place + behind, offset + i * kAtOnce * STEP + behind, element + i * kAtOnce * RUN + behind, taken[i][r]);
+                  what(here.place + behind, offset + i * kAtOnce * STEP + behind, element + i * kAtOnce * RUN + behind, RUN - piece - behind,
+                       taken[i][r]);
               }
             }
             here.template advance<kAtOnce * RUN>();
           }
           return here;
         };
-        go([&](int place, i64 offset, int element, auto& taken) { taken = take(place, offset, element); });
+        go([&](int place, i64 offset, int element, int left, auto& taken) { taken = take(place, offset, element, left); });
         const Place<L> next = go(put);
         if (round + kPart >= kRounds) at = next;
       }

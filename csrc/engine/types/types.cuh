@@ -80,5 +80,7 @@ constexpr int ceil_div(int x, int y) { return (x + y - 1) / y; }
 constexpr int round_up(int x, int y) { return ceil_div(x, y) * y; }
 template <class T> constexpr bool is_void = false;
 template <> constexpr bool is_void<void> = true;
+template <class T> constexpr bool is_pointer = false;
+template <class T> constexpr bool is_pointer<T*> = true;
 template <class T, class U> constexpr bool is_same = false;
 template <class T> constexpr bool is_same<T, T> = true;
