@@ -96,8 +96,12 @@ class Learned:
         """What multiplying, moving and issuing take of that."""
         size = ELEMENT_BYTES[dtype]
         width = 16 if size == 2 else 8
-        inner = round_up(self.inner, 8)
-        steps = -(-self.rows // width) if self.inner == 1 else self.rows * -(-inner // width)
+        if self.inner == 1:
+            steps = -(-self.rows // width)
+        elif round_up(self.inner, 8) * 2 == width:  # two rows are one step
+            steps = -(-self.rows // 2)
+        else:
+            steps = self.rows * -(-round_up(self.inner, 8) // width)
         rounds = -(-steps // (warps // self.share)) * self.count * warps
         of_a, of_b, of_product = INSTRUCTIONS[dtype]
         issue = rounds * (self.mt * of_a + self.nt * of_b + self.mt * self.nt * of_product + 6)

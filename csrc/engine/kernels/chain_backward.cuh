@@ -107,10 +107,10 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   }
 
   // Steps that a warp's fold has of all, some at once.
+  template <class D> static constexpr int kFolds = Pass::WARPS / D::SHARE;
   template <class D, class Step> static DEVICE void over_steps(Tile<D>& y, int steps, int fold, Step step) {
-    constexpr int kFolds = Pass::WARPS / D::SHARE;
     if constexpr (kSplit) {
-      ROLL for (int at = fold * kFlush; at < steps; at += kFolds * kFlush) {
+      ROLL for (int at = fold * kFlush; at < steps; at += kFolds<D> * kFlush) {
         Tile<D> high = {}, low = {};
         UNROLL for (int j = 0; j < kFlush; ++j)
           if (at + j < steps) step(at + j, high, low);
@@ -119,7 +119,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
             UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
       }
     } else {
-      UNROLL_BY(2) for (int at = fold; at < steps; at += kFolds) step(at, y, y);
+      UNROLL_BY(2) for (int at = fold; at < steps; at += kFolds<D>) step(at, y, y);
     }
   }
 
@@ -150,10 +150,19 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     });
   }
 
-  // Of others: over the rows, and in each over what lies behind the mode, side by side.
+  // Of others: over the rows, and in each over what lies behind the mode, side by side. Where that is half a step, two rows are one.
   template <class D> DEVICE void over_inner(Tile<D>& y, u32 x, u32 g, int fold) const {
     constexpr int kG = D::G::STEP, kX = D::X::STEP, kRow = ceil_div(D::IP, kStep);  // steps of a row
     g += Math::template lane_row_a<kG>(lane), x += Math::template lane_row_b<kX>(lane);
+    if constexpr (kStep == 16 && D::IP == 8) {
+      constexpr int kG2 = 2 * D::G::ROW * kSize, kX2 = 2 * D::X::ROW * kSize, kTwos = D::ROWS / 2;
+      if (D::ROWS % 2 && fold == kTwos % kFolds<D>) inner_step<D, 8>(y, y, g + kTwos * kG2, x + kTwos * kX2);
+      // Lanes that name the second eight k's name the next row's first.
+      g += lane.index & 16 ? (D::G::ROW - 8) * kSize : 0, x += lane.index & 8 ? (D::X::ROW - 8) * kSize : 0;
+      return over_steps<D>(y, kTwos, fold, [&](int step, Tile<D>& high, Tile<D>& low) {
+        inner_step<D, 16>(high, low, g + step * kG2, x + step * kX2);
+      });
+    }
     over_steps<D>(y, D::ROWS * kRow, fold, [&](int step, Tile<D>& high, Tile<D>& low) {
       const int row = step / kRow, i = step % kRow * kStep;
       const u32 left = g + (row * D::G::ROW + i) * kSize, right = x + (row * D::X::ROW + i) * kSize;
