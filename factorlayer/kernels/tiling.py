@@ -36,9 +36,9 @@ TILES = (
     *((2, 1), (2, 2), (2, 3), (2, 4), (2, 5), (2, 7), (2, 8)),
     *((4, 1), (4, 2), (4, 3), (4, 4), (4, 7), (4, 8), (8, 1), (16, 1)),
 )
-# Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, and issue
-# slots that the load and store unit takes for each line of memory that a warp's pieces are in.
-OF_PIECE, OF_LINE = 2, 2
+# Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, one of 2 bytes,
+# made of words, and issue slots that the load and store unit takes for each line of memory that a warp's pieces are in.
+OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
 LINE, SECTOR = 128, 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
@@ -309,7 +309,7 @@ def parts_of_sectors(rows: int, chunk: int, work: Work, batch: int) -> int:
 
 def of_pieces(access: int, run: int) -> float:
     """Issue slots for one of each lane, of so many bytes in runs of `run` bytes of memory."""
-    return OF_PIECE + OF_LINE * 32 * access / min(run, LINE)
+    return (OF_PIECE if access > 2 else OF_HALF) + OF_LINE * 32 * access / min(run, LINE)
 
 
 def warps_that_fit(work: Work, stages: Stages) -> int:
