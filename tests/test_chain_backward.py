@@ -51,6 +51,21 @@ def right_gradients(spec: LayerSpec, x: Array, weights: list[Array], grad: Array
     return [each.numpy().ravel() for each in found]
 
 
+def check_gradients(
+    made: list[Array], spec: LayerSpec, x: Array, weights: list[Array], grad: Array, dtype: str
+) -> None:
+    """Against float64, and infinite or NaN where they have to be."""
+    right = right_gradients(spec, x, weights, grad)
+    sizes = [np.sqrt(each) for each in right_gradients(spec, x**2, [w**2 for w in weights], grad**2)]  # of sums
+    for part, expected, size in zip(made, right, sizes, strict=True):
+        finite = np.isfinite(expected)
+        assert not np.isfinite(part[~finite]).any()
+        # Sums are rounded at every step in these
+        terms = len(x) * spec.multiply_adds() / part.size if dtype in ("float32", "float64") else len(weights)
+        allowed = 4 * EPS[dtype] * np.sqrt(max(terms, len(weights))) * np.linalg.norm(size[finite])
+        assert np.linalg.norm(part[finite] - expected[finite]) <= allowed
+
+
 def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
     """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks."""
     kernels, dtype, draw = emulator.compile(found), found.dtype, drawing(found.dtype)
@@ -65,16 +80,8 @@ def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
             x[batch // 2, 1 % x.shape[1]], grad[batch - 1, 2 % grad.shape[1]] = value, -value
         outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
         assert not errors
-        right = right_gradients(spec, x, weights, grad)
-        sizes = [np.sqrt(each) for each in right_gradients(spec, x**2, [w**2 for w in weights], grad**2)]  # of sums
         made = gradients_of(outputs, found, spec)
-        for part, expected, size in zip(made, right, sizes, strict=True):
-            finite = np.isfinite(expected)
-            assert not np.isfinite(part[~finite]).any()
-            # Sums are rounded at every step in these
-            terms = batch * spec.multiply_adds() / part.size if dtype in ("float32", "float64") else len(weights)
-            allowed = 4 * EPS[dtype] * np.sqrt(max(terms, len(weights))) * np.linalg.norm(size[finite])
-            assert np.linalg.norm(part[finite] - expected[finite]) <= allowed
+        check_gradients(made, spec, x, weights, grad, dtype)
         if seed == 1:
             for part, other in zip(made, before, strict=True):
                 np.testing.assert_array_equal(part, other)

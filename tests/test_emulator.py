@@ -301,7 +301,7 @@ def test_products_of_weights_in_half_precision_keep_their_bits(
     """Of small weights they would be subnormal numbers or zeros, of large ones infinite. Infinities stay alone."""
     inputs, outputs, rank = sizes
     run = prepare(Case(monarch(inputs, outputs, rank=rank), "float16", 70, LARGE, activation="identity"), emulator)
-    assert [type(p).__name__ for p in run.case.plan.passes] == ["WholeLargest", "WholeWeight", "Instead"]
+    assert [type(p).__name__ for p in run.case.plan.passes] == ["MonarchLargest", "MonarchWeight", "Instead"]
     for first, second in ((2.0**-9, 2.0**-9), (2.0**9, 2.0**-12), (2.0**12, 2.0**9)):
         weights, by = [run.weights[0] * first, run.weights[1] * second], (first * second) ** 0.5
         x, bias = (decode(encode(t, "float16"), "float16").reshape(t.shape) for t in (run.x / by, run.bias * by))
@@ -1222,8 +1222,8 @@ def test_all_gradients_by_a_dense_weights(
     spec = monarch(inputs, outputs, rank=rank)
     chain = replace(all_gradients_of(spec), tf32=dtype == "tf32")
     found = plan(chain, dtype, LARGE, replace(Gpu.of(architecture), sms=2))
-    first = "WholeLargest" if dtype == "float16" else "WholeWeight"
-    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "WholeGradients"
+    first = "MonarchLargest" if dtype == "float16" else "MonarchWeight"
+    assert type(found.passes[0]).__name__ == first and type(found.passes[-1]).__name__ == "MonarchGradients"
     check_all_gradients_of_groups(spec, found, batch, emulator)
 
 

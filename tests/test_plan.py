@@ -44,12 +44,12 @@ from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
-from factorlayer.kernels.monarch.whole import Instead, WholeWeight
 from factorlayer.kernels.product import few
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.streamed import Streamed
 from factorlayer.kernels.product.turn import Turn
+from factorlayer.kernels.product.whole import Instead, WholeWeight
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
@@ -204,7 +204,7 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
 def weights_of(found: Plan) -> list[int]:
     for made in found.passes:
         if isinstance(made, WholeWeight):
-            return [made.first.weight, made.second.weight]
+            return list(range(len(found.chain.contractions)))
     weights: list[int] = []
     for p in of_samples(found):
         if isinstance(p, Turn):

@@ -181,10 +181,10 @@ class Pass:
         """The same, that takes the last samples first, if that is faster behind a pass which has made them last."""
         return self
 
-    def behind_weight(self, begin: int, scaled_at: int) -> Pass:
-        """The same of a dense layer whose weight another pass has prepared, in the first `begin` bytes of s2: what this
-        one's own passes prepare lies behind that. If `scaled_at` is not negative, the weight is scaled: what takes it
-        back lies there."""
+    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Pass:
+        """The same of a dense layer whose weight another pass has prepared of so many, in the first `begin` bytes of
+        s2: what this one's own passes prepare lies behind that. If `scaled_at` is not negative, the weight is scaled:
+        what takes it back lies there."""
         if scaled_at >= 0:
             raise NotImplementedError
         return self

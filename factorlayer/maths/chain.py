@@ -195,6 +195,20 @@ class Chain:
         return second.p == first.outer * (first.q // second.inner)
 
     @property
+    def is_kronecker(self) -> bool:
+        """Whether its contractions are all those of a Kronecker product, whose factors are its weights in order."""
+        sizes = {c.weight: c.p for c in self.contractions}
+        if not sizes or sorted(sizes) != list(range(len(sizes))):
+            return False
+        state = [sizes[i] for i in range(len(sizes))]
+        for c in self.contractions:
+            around = math.prod(state[: c.weight]), math.prod(state[c.weight + 1 :])
+            if not c.tied or (c.outer, c.inner) != around:
+                return False
+            state[c.weight] = c.q
+        return True
+
+    @property
     def out_features(self) -> int:
         if not self.contractions:
             return self.in_features

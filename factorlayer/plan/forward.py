@@ -6,16 +6,16 @@ import functools
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
+from factorlayer.plan import whole
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
-from factorlayer.plan.products import class_us, one_by_one, sum_us
+from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
-from factorlayer.plan.registry.monarch import OF_MONARCH, WHOLE
+from factorlayer.plan.registry.monarch import OF_MONARCH
 from factorlayer.plan.registry.product import OF_FEW_DENSE, OF_SCALED_PRODUCT
 from factorlayer.plan.registry.stack import OF_DENSE_LAYER
 from factorlayer.plan.works import least_us, tile_all
@@ -23,8 +23,8 @@ from factorlayer.plan.works import least_us, tile_all
 
 @functools.lru_cache(1024)
 def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once or as a dense one, and
-    a stack of one."""
+    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, all as a dense layer,
+    and a stack of one."""
     best: Plan | None = None
     for works in cuts(chain, dtype):
         if best is not None and PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu) > best.weight:
@@ -44,12 +44,15 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         for offer in _at_once(chain, dtype, batch, gpu, best)
     ]
     apart = min([(class_us(best.passes, batch), best.passes), *at_once], key=lambda way: way[0])[1]
-    if batch <= BATCHES[0] or not whole.takes(chain):
+    if batch <= BATCHES[0] or not whole.takes(chain, dtype):
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
     together = whole.forward(chain, product, dtype, gpu) if product else ()
+    if not together:
+        return apart
     margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
-    is_faster = bool(together) and WHOLE.margin.times * class_us(together, batch) < margin * class_us(apart, batch)
+    us = class_us if chain.is_monarch else evenly_us
+    is_faster = whole.family(chain).margin.times * us(together, batch) < margin * us(apart, batch)
     return together if is_faster else apart
 
 

@@ -10,19 +10,19 @@ from dataclasses import replace
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import REDUCTION_US
-from factorlayer.kernels.monarch import whole
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
 from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
+from factorlayer.plan import whole
 from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense, forward
 from factorlayer.plan.plan import BATCHES, PlanError
-from factorlayer.plan.products import class_us, one_by_one, sum_us
+from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_ONE_FACTOR
-from factorlayer.plan.registry.monarch import MONARCH_PAIRS, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED, WHOLE
+from factorlayer.plan.registry.monarch import MONARCH_PAIRS, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED
 from factorlayer.plan.registry.product import (
     OF_COLUMNS,
     OF_PRODUCT_AND_SLOPES,
@@ -30,8 +30,9 @@ from factorlayer.plan.registry.product import (
     OF_WEIGHT,
     OF_WEIGHT_AND_BIAS,
     OF_WEIGHT_IN_ORDER,
+    WHOLE_MONARCH,
 )
-from factorlayer.plan.visits import are_worth_it, visits
+from factorlayer.plan.visits import apart_us, are_worth_it, visits
 
 
 def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -99,9 +100,33 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tupl
     """Ways, one at least."""
     ways_back = _of_inputs(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
     found = (*ways_back, *_by_visits(chain, dtype, batch, gpu))
+    if batch > BATCHES[0] and chain.is_kronecker and whole.takes(chain, dtype):
+        found = _or_as_dense(found, chain, dtype, batch, gpu)
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
     return found
+
+
+def _or_as_dense(
+    others: tuple[tuple[Pass, ...], ...], chain: Chain, dtype: str, batch: int, gpu: Gpu
+) -> tuple[tuple[Pass, ...], ...]:
+    """Of a Kronecker product: other ways, or, where that is predicted to be faster, by its dense weight alone."""
+    if not (together := _as_dense(chain, dtype, batch, gpu)):
+        return others
+    us = whole.family(chain).margin.times * evenly_us(together, batch)
+    faster = us < min(evenly_us(each, batch) for each in others) if others else _is_worth_a_weight(chain, dtype, gpu)
+    return (together,) if faster else others
+
+
+@functools.lru_cache(256)
+def _is_worth_a_weight(chain: Chain, dtype: str, gpu: Gpu) -> bool:
+    """Whether all gradients by a dense weight's are predicted to be faster than by several calls, for few more samples
+    than few and for many, together: what has a plan for some needs one for many."""
+    together, apart = 1.0, 1.0
+    for batch in (LEAST_OF_SOME, *BATCHES[1:]):
+        together *= whole.family(chain).margin.times * sum_us(_as_dense(chain, dtype, batch, gpu))
+        apart *= apart_us(chain, dtype, batch, gpu)
+    return together < apart
 
 
 def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pass, ...]]:
@@ -126,8 +151,9 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
         return
     elif passes := next(ways(OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
         yield passes
-    elif batch > BATCHES[0] and whole.takes(chain) and _are_worth_one_visit(chain, dtype, gpu):
-        yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
+    elif chain.is_monarch:
+        if batch > BATCHES[0] and whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
+            yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
@@ -162,7 +188,7 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
 
 
 def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """Of a Monarch layer whose weights are multiplied out."""
+    """Of a layer whose weights are multiplied out."""
     product = dense(whole.transposed(chain), dtype, batch, gpu)
     if not product:
         return ()
@@ -172,7 +198,7 @@ def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 
 def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[float, tuple[Pass, ...]]]:
     """Ways of all gradients of a Monarch layer of any sizes, each behind what it is predicted to take."""
-    ways = (WHOLE, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
+    ways = (WHOLE_MONARCH, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
     found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
     return [(family.margin.times * class_us(passes, batch), passes) for family, passes in found if passes]
 

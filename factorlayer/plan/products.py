@@ -15,7 +15,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, PlanError
+from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import fastest
 from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN
@@ -40,6 +40,14 @@ def class_us(passes: Sequence[Pass], batch: int) -> float:
     if BATCHES[0] < batch < BATCHES[-1]:
         return us
     return math.sqrt(us * sum_us(passes, MOST_SAMPLES if batch <= BATCHES[0] else MANY_MORE * batch))
+
+
+def evenly_us(passes: Sequence[Pass], batch: int) -> float:
+    """The same of passes that take longer without samples than others do: the fewest samples of the class count as
+    well."""
+    samples = [asked[0] for asked, most in zip(ASKED, BATCHES, strict=True) if most == batch] + [batch]
+    samples += [MANY_MORE * batch] if batch == BATCHES[-1] else []
+    return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -17,10 +17,10 @@ from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
 from factorlayer.kernels.kronecker.small_float import SmallFloat
 from factorlayer.kernels.monarch import monarch_through
-from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.weight_halves import with_halves
+from factorlayer.kernels.product.whole import Instead
 from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_streamed
@@ -32,7 +32,7 @@ from factorlayer.plan.plan import BATCHES, Plan
 from factorlayer.plan.planner import parsed
 from factorlayer.plan.products import one_by_one
 from factorlayer.plan.registry import family_of
-from factorlayer.plan.registry.monarch import WHOLE
+from factorlayer.plan.registry.product import OF_WHOLE
 
 REGISTERS, SHARED, MEMORY, NOWHERE = "registers", "shared memory", "memory", "none"
 CLUSTER = "shared memory of a cluster"
@@ -109,7 +109,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     for at_once in monarch_through.tilings(chain, dtype, batch, gpu):
         yield of(REGISTERS, RESIDENT, _samples(at_once), at_once)
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
-    if family_of(best[0]) is WHOLE:
+    if family_of(best[0]) in OF_WHOLE:
         yield of(NOWHERE, MULTIPLIED_OUT, _samples(best[-1]), *best)
     if len(best) > 1 and all(isinstance(p, Eights | Pair | Resident | SmallFloat) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)

@@ -170,18 +170,25 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
 def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     """Whether visits are predicted to be faster than one contraction after another. Many samples are asked of as some
     are: what has a plan for the one class of batches has one for the other."""
-    batch, rank = min(batch, BATCHES[1]), chain.rank
-    apart = rank * _apart_us(chain, dtype, batch, gpu, True)
+    batch = min(batch, BATCHES[1])
+    return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart_us(chain, dtype, batch, gpu)))
+
+
+@functools.lru_cache(256)
+def apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
+    """Of all gradients by several calls, as autograd/backward.py would make them."""
+    rank = chain.rank
+    apart = rank * _term_us(chain, dtype, batch, gpu, True)
     if rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
         rate, size = gpu.memory_bytes * gpu.sms, ELEMENT_BYTES[dtype]
         apart += (rank - 1) * (gpu.rates.behind_us + 3 * batch * chain.in_features * size / rate)
         back = tuple(replace(c, p=c.q, q=c.p) for c in reversed(chain.contractions))
         of_all = _us(forward(Chain(back, rank, tf32=chain.tf32), dtype, batch, gpu))
         of_all += sum(_turned_us(c, dtype, rank, gpu) for c in chain.contractions)
-        apart = min(apart, of_all + rank * _apart_us(chain, dtype, batch, gpu, False))
+        apart = min(apart, of_all + rank * _term_us(chain, dtype, batch, gpu, False))
         # Those of each weight become one tensor.
         apart += sum(gpu.rates.behind_us + 2 * rank * c.weight_size * size / rate for c in chain.contractions)
-    return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart))
+    return apart
 
 
 def _turned_us(c: Contraction, dtype: str, terms: int, gpu: Gpu) -> float:
@@ -189,10 +196,9 @@ def _turned_us(c: Contraction, dtype: str, terms: int, gpu: Gpu) -> float:
     return _us(fastest(OF_TURN, 1, c.q, c.p, dtype, terms, gpu))
 
 
-def _apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
-    """Of all gradients of one term by several calls, x's if that is wanted, as autograd/backward.py would make them: a
-    run of neighbours by a family that makes all of theirs, or a contraction by itself, its gradient and that of what it
-    reads."""
+def _term_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
+    """Of all gradients of one term, x's if that is wanted: a run of neighbours by a family that makes all of theirs, or
+    a contraction by itself, its gradient and that of what it reads."""
     steps, last = chain.contractions, len(chain.contractions) - 1
     least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
     for end in range(1, len(steps) + 1):

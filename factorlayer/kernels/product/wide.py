@@ -66,7 +66,7 @@ class Wide(Pass):
         takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
         return replace(self, from_last=True) if takes else self
 
-    def behind_weight(self, begin: int, scaled_at: int) -> Wide:
+    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Wide:
         return replace(self, scaled_at=scaled_at)
 
     @property

@@ -135,9 +135,9 @@ class DenseStreamed(Dense):
     def passes(self) -> tuple[Dense | WeightChunks, ...]:
         return (WeightChunks(self), self) if self.in_chunks else (self,)
 
-    def behind_weight(self, begin: int, scaled_at: int) -> DenseStreamed:
-        """The bias is the parameter behind two weights."""
-        return replace(self, begin=begin, apart=1, scaled_at=scaled_at)
+    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> DenseStreamed:
+        """The bias is the parameter behind these weights."""
+        return replace(self, begin=begin, apart=weights - 1, scaled_at=scaled_at)
 
     @property
     def in_chunks(self) -> bool:

@@ -7,8 +7,8 @@ and in tuples, OF_ what they are asked for, their order. `python -m factorlayer.
 
 from __future__ import annotations
 
-from factorlayer.kernels.monarch.whole import Instead
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.whole import Instead
 from factorlayer.plan.registry import kronecker, monarch, product, recurrent, stack
 from factorlayer.plan.registry.family import Family
 
@@ -39,7 +39,8 @@ KINDS = {
         *recurrent.OF_DECODE_DRAW,
         *recurrent.OF_DECODE_FEW,
     ),
-    "Beside others' passes": (monarch.WHOLE, *product.BESIDE),
+    "A layer as a dense one": product.OF_WHOLE,
+    "Beside others' passes": product.BESIDE,
 }
 
 

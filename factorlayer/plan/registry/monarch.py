@@ -8,7 +8,6 @@ from factorlayer.kernels.monarch import (
     monarch_through,
     slab_backward,
     untied_backward,
-    whole,
 )
 from factorlayer.kernels.product import few
 from factorlayer.plan.registry.family import FEW, MANY, ON_TABLES, Family, Margin, Takes
@@ -66,16 +65,7 @@ MONARCH_PAIRS = Family(
     Takes(monarch_pairs.DTYPES, factors=(2, 2), tied=False, samples=MANY),
     margin=AT_ONCE,
 )
-# A Monarch layer as a dense one, whose families take the samples
-WHOLE = Family(
-    "A Monarch layer multiplied out, and both its gradients from the dense weight's",
-    None,
-    (whole.WholeWeight, whole.WholeLargest, whole.WholeGradients),
-    "monarch",
-    Takes(factors=(2, 2), tied=False, samples=MANY),
-    named="whole",
-    margin=Margin(1.1, source="beside one contraction after the other: 8 drawn layers of both kinds on one H100"),
-)
+
 OF_ONE_UNTIED = (UNTIED_BACKWARD,)
 OF_ONE_UNTIED_BY_SLABS = (SLAB_BACKWARD,)
 OF_TWO_UNTIED = (FEW_BACKWARD,)

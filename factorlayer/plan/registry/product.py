@@ -8,11 +8,20 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import gradient
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction, Reductions
-from factorlayer.kernels.product import columns, few, mapped, streamed, wide, wide_gradient
+from factorlayer.kernels.product import (
+    columns,
+    few,
+    mapped,
+    streamed,
+    whole_kronecker,
+    whole_monarch,
+    wide,
+    wide_gradient,
+)
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.registry.family import FEW, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import ANY, FEW, MANY, ON_TABLES, Family, Margin, Takes
 
 # One contraction: tile(product, batch, gpu), and of few samples whether it is the first and the last of its chain
 
@@ -107,3 +116,30 @@ WEIGHT_HALVES = Family("Weights of wide products in float", None, (WeightHalves,
 REDUCTION = Family("Sums of blocks, added in order", None, (Reduction, Reductions), "gradients")
 FACTOR_GRADIENTS = Family("Factors that a pass has taken as one", None, (FactorGradients,), "gradients")
 BESIDE = (WEIGHT_HALVES, REDUCTION, FACTOR_GRADIENTS)
+
+# Layers as dense ones, whose families take the samples
+
+WHOLE_MONARCH = Family(
+    "A Monarch layer multiplied out, and both its gradients from the dense weight's",
+    None,
+    (whole_monarch.MonarchWeight, whole_monarch.MonarchLargest, whole_monarch.MonarchGradients),
+    "whole",
+    Takes(factors=(2, 2), tied=False, samples=MANY),
+    named="whole Monarch",
+    margin=Margin(1.1, source="beside one contraction after the other: 8 drawn layers of both kinds on one H100"),
+)
+WHOLE_KRONECKER = Family(
+    "A Kronecker layer multiplied out, and all its gradients from the dense weight's",
+    None,
+    (
+        whole_kronecker.KroneckerWeight,
+        whole_kronecker.KroneckerLargest,
+        whole_kronecker.KroneckerColumns,
+        whole_kronecker.KroneckerGradients,
+    ),
+    "whole",
+    Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^20 elements of the dense weight at most"),
+    named="whole Kronecker",
+    margin=Margin(1.1, source="as of Monarch layers"),
+)
+OF_WHOLE = (WHOLE_MONARCH, WHOLE_KRONECKER)

@@ -7,21 +7,21 @@
 // be too small or too large, the dense weight is multiplied by a power of two, which the largest of each weight tells, and whoever
 // takes the samples divides by it.
 //
-// Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread), WAYS; of WholeWeight
-//        TURNED (whether the dense weight is [in][out]); of WholeGradients OF_0 and OF_1 (where gradients begin), ACROSS and
+// Pass:  Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; HEIGHT (sums of a thread), WAYS; of MonarchWeight
+//        TURNED (whether the dense weight is [in][out]); of MonarchGradients OF_0 and OF_1 (where gradients begin), ACROSS and
 //        DOWN (threads of neighbouring r's, and q's), MINE (q's of a thread), LONG (p's at once), HELD (q's at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what takes it
-//        back, and what each of BLOCKS blocks of WholeLargest has found), else -1
+//        back, and what each of BLOCKS blocks of MonarchLargest has found), else -1
 #pragma once
 #include "move/memory.cuh"
 #include "types/halves.cuh"
 #include "types/params.cuh"
 
 // The largest finite number of each weight, by blocks.
-template <class Pass> struct WholeLargest {
+template <class Pass> struct MonarchLargest {
   using Element = typename Pass::Element;
   static constexpr int kThreads = 256, kEach = 16 / int(sizeof(Element));
   const Params& params;
-  DEVICE WholeLargest(const Params& given) : params(given) {}
+  DEVICE MonarchLargest(const Params& given) : params(given) {}
   static DEVICE float larger(float most, Element x) {
     const float size = fabsf(widen(x));
     return size <= kLargestFloat ? fmaxf(most, size) : most;
@@ -52,7 +52,7 @@ template <class Pass> struct WholeLargest {
 };
 
 // What both have in common: columns (k, p) of the dense weight, with WAYS of a block's 256 threads for each.
-template <class Pass> struct Whole {
+template <class Pass> struct OfBoth {
   using Element = typename Pass::Element;
   using Real = Sum<Element>;
   static constexpr int K = Pass::K, P = Pass::P, L = Pass::L, Q = Pass::Q, R = Pass::R, HEIGHT = Pass::HEIGHT;
@@ -63,7 +63,7 @@ template <class Pass> struct Whole {
   const Params& params;
   const int thread;
   const u32 memory;
-  DEVICE Whole(const Params& given) : params(given), thread(threadIdx.x), memory(shared_address(shared_memory)) {}
+  DEVICE OfBoth(const Params& given) : params(given), thread(threadIdx.x), memory(shared_address(shared_memory)) {}
   DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
   DEVICE const Element* first(int k, int r, int l) const {
     return weight(Pass::WEIGHT_0) + ((i64(k) * R + r) * L + l) * P;
@@ -82,8 +82,8 @@ template <class Pass> struct Whole {
 
 // A block has some columns and WAYS times HEIGHT q's of a group l, whose second weights it holds as [k, r][q]. Turned, where groups
 // take turns in a row of the dense weight, it has HEIGHT q's of WAYS groups: results lie side by side, and leave by shared memory.
-template <class Pass> struct WholeWeight : Whole<Pass> {
-  using Base = Whole<Pass>;
+template <class Pass> struct MonarchWeight : OfBoth<Pass> {
+  using Base = OfBoth<Pass>;
   using typename Base::Element, typename Base::Real;
   using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn, Base::kOut;
   using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
@@ -92,7 +92,7 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
   static constexpr int kTilesL = ceil_div(L, kTileL), kTiles = kAcross * kTilesL * ceil_div(Q, kTileQ);
   static constexpr int kLine = (kRows + 16 / kSize) * kSize;  // bytes: four (k, r)'s are in different banks
   static constexpr int kTogether = 16;                        // r's whose first weights are on their way
-  DEVICE WholeWeight(const Params& given) : Base(given) {}
+  DEVICE MonarchWeight(const Params& given) : Base(given) {}
 
   DEVICE void hold(int l, int q, int k) const {
     constexpr int kHeld = kGroups * R;
@@ -185,8 +185,8 @@ template <class Pass> struct WholeWeight : Whole<Pass> {
 
 // Of dW, [out][in], as sums. Blocks for dW0 have 64 columns and HEIGHT r's of a group l; their four threads for a column take every
 // fourth q. Blocks for dW1 have q's and r's of a group l and some neighbouring groups k, and go through chunks of p's.
-template <class Pass> struct WholeGradients : Whole<Pass> {
-  using Base = Whole<Pass>;
+template <class Pass> struct MonarchGradients : OfBoth<Pass> {
+  using Base = OfBoth<Pass>;
   using typename Base::Element, typename Base::Real;
   using Base::K, Base::P, Base::L, Base::Q, Base::R, Base::HEIGHT, Base::kThreads, Base::kWays, Base::kIn;
   using Base::kAcross, Base::kColumns, Base::kGroups, Base::kSize, Base::kRow, Base::params, Base::thread, Base::memory;
@@ -196,7 +196,7 @@ template <class Pass> struct WholeGradients : Whole<Pass> {
   static constexpr int kSide = kThreads / (ACROSS * DOWN), kMineR = R > ACROSS ? 2 : 1;  // groups k, and r's of a thread
   static constexpr int kTileR = ACROSS * kMineR, kTileQ = DOWN * MINE, kLine = LONG + 1;
   static constexpr int kSides = ceil_div(K, kSide), kTilesQ = ceil_div(Q, kTileQ), kOfSecond = kSides * L * kTilesQ * ceil_div(R, kTileR);
-  DEVICE WholeGradients(const Params& given) : Base(given) {}
+  DEVICE MonarchGradients(const Params& given) : Base(given) {}
   DEVICE const Real* gradient(int q, int l) const { return static_cast<const Real*>(params.x) + (i64(q) * L + l) * kIn; }
   DEVICE Element* result(i64 at) const { return static_cast<Element*>(params.y) + at; }
   DEVICE Real held(u32 at) const { return load_sum(memory + at * kSize, Real(0)); }

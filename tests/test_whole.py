@@ -1,0 +1,148 @@
+"""Kronecker layers as dense ones: the dense weight and all factors' gradients, by the emulator, against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from emulator.driver import Emulator, decode, encode
+from test_chain_backward import check_gradients
+from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker, terms_apart
+
+from factorlayer.activations.named import activate
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan import gradients, whole
+from factorlayer.plan.forward import dense
+from factorlayer.plan.plan import BATCHES, Plan
+
+LARGE = BATCHES[-1]
+CASES = [
+    # in, out, rank, dtype, batch, arch: whole tiles and others, few sums and many, more terms than a thread has
+    ((3, 9, 5), (3, 9, 5), 3, "float16", 70, 90),
+    ((12, 5), (9, 7), 3, "bfloat16", 70, 90),
+    ((15, 4, 6), (15, 4, 6), 3, "bfloat16", 70, 80),
+    ((61, 2), (57, 2), 2, "tf32", 40, 90),
+    ((2, 77), (2, 77), 1, "tf32", 70, 90),
+    ((2, 9, 3), (40, 2, 5), 5, "float32", 40, 90),
+    ((5, 1, 31), (3, 4, 11), 2, "float64", 20, 90),
+    ((2, 3, 2, 2, 3), (3, 2, 2, 3, 2), 9, "float16", 70, 90),
+    ((2, 3, 2, 2, 3, 2), (3, 2, 2, 3, 2, 1), 2, "float32", 20, 80),
+    ((1, 16), (130, 1), 1, "bfloat16", 70, 80),
+]
+sizes = pytest.mark.parametrize(("sizes_in", "sizes_out", "rank", "dtype", "batch", "arch"), CASES, ids=str)
+Factors = tuple[int, ...]
+
+
+def forward(spec: LayerSpec, dtype: str, gpu: Gpu, activation: str = "identity") -> Plan:
+    """The plan by a dense weight, whichever the planner would take."""
+    chain = dataclasses.replace(Chain.of(spec, True, activation), tf32=dtype == "tf32")
+    assert whole.takes(chain, dtype)
+    found = whole.forward(chain, dense(whole.dense(chain), dtype, LARGE, gpu), dtype, gpu)
+    assert found
+    return Plan(chain, dtype, LARGE, gpu, found)
+
+
+def backward(spec: LayerSpec, dtype: str, gpu: Gpu) -> Plan:
+    chain = dataclasses.replace(all_gradients_of(spec), tf32=dtype == "tf32")
+    found = gradients._as_dense(chain, dtype, LARGE, gpu)
+    assert found
+    return Plan(chain, dtype, LARGE, gpu, found)
+
+
+def gpu_of(arch: int) -> Gpu:
+    return dataclasses.replace(Gpu.of(arch), sms=2)
+
+
+def names(found: Plan) -> list[str]:
+    return [type(p).__name__ for p in found.passes]
+
+
+@sizes
+def test_a_dense_weight_makes_what_its_factors_do(
+    sizes_in: Factors, sizes_out: Factors, rank: int, dtype: str, batch: int, arch: int, emulator: Emulator
+) -> None:
+    spec = kronecker(sizes_in, sizes_out, rank=rank)
+    found, draw = forward(spec, dtype, gpu_of(arch), "gelu"), drawing(dtype)
+    assert names(found)[0] == ("KroneckerLargest" if dtype == "float16" else "KroneckerWeight")
+    kernels = emulator.compile(found)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    weights = [decode(encode(w, dtype), dtype).reshape(w.shape) for w in weights]
+    x, bias = draw(batch, spec.in_features), draw(spec.out_features)
+    outputs, errors = emulator.run(found, kernels, x, weights, bias, blocks=2, seed=1)
+    assert not errors
+    made = outputs[-1].reshape(batch, -1)
+    z = naive(spec, torch.from_numpy(x), [torch.from_numpy(w) for w in weights]) + torch.from_numpy(bias)
+    right = np.asarray(activate("gelu", z, []))
+    assert np.linalg.norm(made - right) <= 2 * EPS[dtype] * len(sizes_in) * np.linalg.norm(right)
+    x[batch // 2] = np.nan
+    outputs, errors = emulator.run(found, kernels, x, weights, bias, blocks=2, seed=2)
+    again = outputs[-1].reshape(batch, -1)
+    fine = np.arange(batch) != batch // 2
+    assert not errors and np.isnan(again[batch // 2]).all()
+    np.testing.assert_array_equal(again[fine], made[fine])
+
+
+@sizes
+def test_all_gradients_come_of_the_dense_weights(
+    sizes_in: Factors, sizes_out: Factors, rank: int, dtype: str, batch: int, arch: int, emulator: Emulator
+) -> None:
+    """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks."""
+    spec = kronecker(sizes_in, sizes_out, rank=rank)
+    found, draw = backward(spec, dtype, gpu_of(arch)), drawing(dtype)
+    assert names(found)[-2:] == ["KroneckerColumns", "KroneckerGradients"]
+    kernels = emulator.compile(found)
+    x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    weights = [decode(encode(w, dtype), dtype).reshape(w.shape) for w in weights]
+    sick = batch // 2
+    fine = np.arange(batch) != sick
+    before: list[Array] = []
+    for seed, value in enumerate((None, None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[sick, 1], grad[sick, 2] = value, -value
+        outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
+        assert not errors
+        taken = [p for p in found.passes if p.leaves != "prepared" and p.reads != "none"]
+        (grad_x,) = (each for p, each in zip(taken, outputs, strict=True) if p.writes == "y")
+        ends = np.cumsum([w.size for w in weights])[:-1]
+        made = [grad_x, *np.split(outputs[-1], ends)]
+        check_gradients(made, spec, x, weights, grad, dtype)
+        if seed == 1:
+            for part, other in zip(made, before, strict=True):
+                np.testing.assert_array_equal(part, other)
+        before = before or made
+        np.testing.assert_array_equal(made[0].reshape(batch, -1)[fine], before[0].reshape(batch, -1)[fine])
+
+
+@pytest.mark.parametrize(("scale", "decades"), [(2.0**-8, 3), (1.0, 3), (2.0**9, 1)])
+def test_dense_weights_in_half_precision_keep_their_bits(scale: float, decades: float, emulator: Emulator) -> None:
+    """Of small factors they would be subnormal numbers or zeros, of large ones infinite, though those of a term are far
+    apart. Infinities stay alone."""
+    spec, draw = kronecker((12, 5), (9, 7), rank=3), drawing("float16")
+    found = forward(spec, "float16", gpu_of(90))
+    kernels = emulator.compile(found)
+    weights = [w * scale for w in terms_apart([draw(*shape) / 2 for shape in spec.weight_shapes], decades)]
+    x, bias = draw(70, spec.in_features), draw(spec.out_features)
+    weights, (x,) = (
+        [decode(encode(t, "float16"), "float16").reshape(t.shape) for t in ts] for ts in (weights, [x / scale])
+    )
+
+    def run(seed: int) -> tuple[Array, Array]:
+        outputs, errors = emulator.run(found, kernels, x, weights, bias, blocks=2, seed=seed)
+        assert not errors
+        right = naive(spec, torch.from_numpy(x), [torch.from_numpy(w) for w in weights]) + torch.from_numpy(bias)
+        return outputs[-1].reshape(70, -1), right.numpy()
+
+    y, right = run(1)
+    assert np.linalg.norm(y - right) <= 4 * EPS["float16"] * np.linalg.norm(right)
+    weights[0][1, 2, 3] = np.inf
+    y, right = run(2)
+    sick = ~np.isfinite(right)
+    assert sick.any() and not sick.all()
+    np.testing.assert_array_equal(~np.isfinite(y), sick)
