@@ -14,6 +14,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Reduction, Reductions
+from factorlayer.kernels.product.whole_kronecker import KroneckerGradients
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
@@ -34,9 +35,11 @@ def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Arr
     """Of x and of all weights, from what the passes have written."""
     sizes = [int(np.prod(shape)) for shape in spec.weight_shapes]
     weights, grad_x = np.full(sum(sizes), np.nan), np.empty(0)
-    for planned, output in zip(found.passes, outputs, strict=True):
+    for planned, output in zip((p for p in found.passes if p.leaves != "prepared"), outputs, strict=True):
         if planned.writes == "y":
             grad_x = output
+        if isinstance(planned, KroneckerGradients):
+            weights[:] = output
         of = planned.of if isinstance(planned, Reductions) else (planned,)
         for part in of:
             if isinstance(part, Reduction | FactorGradients) and part.writes == "w":

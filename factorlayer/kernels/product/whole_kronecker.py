@@ -22,13 +22,13 @@ WIDE = 32  # columns of a tile of the dense weight
 HEIGHT, TERMS = 4, 4  # rows of a thread, and terms at once
 MOST_RANKS = 4  # terms that a thread sums for
 LENGTH = 32  # numbers that a thread sums, at least one q of the longest factor
-TOGETHER = 8  # loads of a thread on their way
+MOST_TOGETHER, TOGETHER = 16, 8  # numbers of a thread on their way, all of them or so many
 MOST_WAYS = 256  # threads for a gradient
 OF_A_WAY = 4  # numbers that are worth a thread
 # Instructions for each number of a factor that is multiplied, and for each that is summed, stored or read
 BY_FACTOR, BY_ELEMENT = 3.0, 8.0
-# Blocks of a multiprocessor that wait together, as they share its registers: of the dense weight, and of gradients
-OF_WEIGHT, OF_GRADIENTS = 4, 2
+OF_WEIGHT, OF_GRADIENTS = 4, 2  # blocks that a multiprocessor has to have registers for
+AT_ONCE = 4  # of these that it mostly has, and that wait together
 
 
 def _sizes(numbers: list[int]) -> str:
@@ -59,9 +59,9 @@ class OfFactors(Between):
         return {"Element": ELEMENT[self.dtype], "Qs": qs, "Ps": ps, "R": self.rank}
 
     def _waits_us(self, rounds: Sequence[tuple[int, int]]) -> float:
-        """Microseconds of waits one behind another: of so many blocks, so many each."""
-        shared = sum(count * each for count, each in rounds) / (self.blocks * self.gpu.sms)
-        return self.gpu.rates.wait_us * max(shared, *(each for _, each in rounds))
+        """Microseconds of waits one behind another: of so many blocks, so many each, behind a first one."""
+        shared = sum(count * each for count, each in rounds) / (AT_ONCE * self.gpu.sms)
+        return self.gpu.rates.wait_us * (1 + max(shared, *(each for _, each in rounds)))
 
 
 class OfTiles(OfFactors):
@@ -212,13 +212,20 @@ class KroneckerColumns(OfColumns):
         return min(sum(self._blocks), MOST_BLOCKS)
 
     @property
+    def _rounds(self) -> list[int]:
+        """Waits of a thread, for each factor."""
+        found = []
+        for (q, _), long, each in zip(self.sizes, self.longs, self.eaches, strict=True):
+            others = self.features[1] // (q * self.sizes[long][0])
+            found.append(others * (1 if each <= MOST_TOGETHER else -(-each // TOGETHER)))
+        return found
+
+    @property
     def us(self) -> float:
         read = self.elements * len(self.sizes) * -(-self.rank // self.height)
         issued = self._issued_us(read * (self.height * BY_FACTOR + BY_ELEMENT))
         moved = self._moved_us((read + self.sums) * self._sum_bytes)
-        lengths = (self.features[1] // (parts * q) for parts, (q, _) in zip(self.parts, self.sizes, strict=True))
-        rounds = [(count, -(-n // TOGETHER)) for count, n in zip(self._blocks, lengths, strict=True)]
-        return START_US + issued + moved + self._waits_us(rounds)
+        return START_US + issued + moved + self._waits_us(list(zip(self._blocks, self._rounds, strict=True)))
 
     title = "gradients of all factors, by columns"
 

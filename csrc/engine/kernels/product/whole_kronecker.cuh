@@ -183,8 +183,9 @@ template <class Pass> struct KroneckerColumns : OfColumns<Pass> {
     if constexpr (J == K) {
       constexpr int kStep = Qs::step(kLong);
       const Real* gradient = static_cast<const Real*>(params.x) + i64(row) * kIn + column;
-      const int p = Base::template digit<Ps, kLong>(column), to = min(from + Pass::Eaches::of(I), Qs::of(kLong));
-      UNROLL_BY(8) for (int q = from; q < to; ++q) {
+      constexpr int kEach = Pass::Eaches::of(I), kTogether = kEach <= 16 ? kEach : 8;
+      const int p = Base::template digit<Ps, kLong>(column), to = min(from + kEach, Qs::of(kLong));
+      UNROLL_BY(kTogether) for (int q = from; q < to; ++q) {
         const Real g = gradient[i64(q) * (kStep * kIn)];
         UNROLL for (int j = 0; j < HEIGHT; ++j) sums[j] += g * Base::template factor<kLong>(min(r + j, R - 1), q, p);
       }
