@@ -795,6 +795,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {f"{way}Backward Reduction" for way in ways} <= found
     assert any("ChainBackward Reduction" in kinds for kinds in found)
     assert any("MonarchLargest MonarchWeight" in kinds and "MonarchGradients" in kinds for kinds in found)
+    assert any("KroneckerLargest KroneckerWeight" in kinds and "KroneckerGradients" in kinds for kinds in found)
     assert any("MonarchChunkWeights MonarchChunks MonarchPairs" in kinds for kinds in found)
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found

@@ -94,6 +94,8 @@ TRAINED = [
     ("kronecker", "3x5 24x32 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
+    ("kronecker", "10 24", 2060, "float16", 3),
+    ("kronecker", "30 2", 2060, "float64"),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "4x8 192x128", 70, "bfloat16"),
     ("monarch", "5x9 9x60", 70, "float16", 5),

@@ -217,7 +217,7 @@ class KroneckerColumns(OfColumns):
         found = []
         for (q, _), long, each in zip(self.sizes, self.longs, self.eaches, strict=True):
             others = self.features[1] // (q * self.sizes[long][0])
-            found.append(others * (1 if each <= MOST_TOGETHER else -(-each // TOGETHER)))
+            found.append(-(-others * each // MOST_TOGETHER) if each <= MOST_TOGETHER else others * -(-each // TOGETHER))
         return found
 
     @property

@@ -138,13 +138,7 @@ WHOLE_KRONECKER = Family(
         whole_kronecker.KroneckerGradients,
     ),
     "whole",
-    Takes(
-        factors=(2, ANY),
-        tied=True,
-        samples=MANY,
-        sums=True,
-        more=f"{whole_kronecker.MOST_ELEMENTS >> 20} × 2^20 elements of the dense weight at most",
-    ),
+    Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^22 elements of the dense weight at most"),
     named="whole Kronecker",
     margin=Margin(1.1, source="as of Monarch layers"),
 )

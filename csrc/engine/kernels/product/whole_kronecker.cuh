@@ -177,28 +177,42 @@ template <class Pass> struct KroneckerColumns : OfColumns<Pass> {
   static constexpr DEVICE int blocks(int i) { return across(i) * Base::parts(i) * kTilesR; }
   DEVICE KroneckerColumns(const Params& given) : Base(given) {}
 
-  // sums[j] of term r + j, of factor I, over the q's of factors from J on, the longest one innermost: of that from `from` on
-  template <int I, int J> DEVICE void add(Real (&sums)[HEIGHT], int row, int column, int r, int from) const {
-    constexpr int kLong = Pass::Longs::of(I);
-    if constexpr (J == K) {
-      constexpr int kStep = Qs::step(kLong);
-      const Real* gradient = static_cast<const Real*>(params.x) + i64(row) * kIn + column;
-      constexpr int kEach = Pass::Eaches::of(I), kTogether = kEach <= 16 ? kEach : 8;
-      const int p = Base::template digit<Ps, kLong>(column), to = min(from + kEach, Qs::of(kLong));
-      UNROLL_BY(kTogether) for (int q = from; q < to; ++q) {
-        const Real g = gradient[i64(q) * (kStep * kIn)];
-        UNROLL for (int j = 0; j < HEIGHT; ++j) sums[j] += g * Base::template factor<kLong>(min(r + j, R - 1), q, p);
+  static constexpr DEVICE bool is_other(int i, int j) { return j != i && j != Pass::Longs::of(i); }
+  // Of factor i all others but the longest one together: how many q's they have from j on
+  static constexpr DEVICE int others(int i, int j) {
+    int others = 1;
+    for (; j < K; ++j) others *= is_other(i, j) ? Qs::of(j) : 1;
+    return others;
+  }
+  // The q of one of them in their `at`-th q, the rows before that of all of them, and their product
+  template <int I, int J> static DEVICE int other_q(int at) { return at / others(I, J + 1) % Qs::of(J); }
+  template <int I, int J> static DEVICE int row(int at) {
+    if constexpr (J == K)
+      return 0;
+    else
+      return row<I, J + 1>(at) + (is_other(I, J) ? other_q<I, J>(at) * Qs::step(J) : 0);
+  }
+  template <int I, int J> DEVICE Real product(int r, int at, int column) const {
+    if constexpr (J == K)
+      return 1;
+    else if constexpr (is_other(I, J))
+      return Base::template factor<J>(r, other_q<I, J>(at), Base::template digit<Ps, J>(column)) * product<I, J + 1>(r, at, column);
+    else
+      return product<I, J + 1>(r, at, column);
+  }
+  // sums[j] of term r + j, of factor I: of the longest other one the q's from `from` on, innermost
+  template <int I> DEVICE void add(Real (&sums)[HEIGHT], int q, int column, int r, int from) const {
+    constexpr int kLong = Pass::Longs::of(I), kEach = Pass::Eaches::of(I), kStep = Qs::step(kLong), kOthers = others(I, 0);
+    constexpr int kTogether = kEach <= 16 ? kEach : 8, kOuter = kEach <= 16 ? 16 / kEach : 1;
+    const int p = Base::template digit<Ps, kLong>(column), to = min(from + kEach, Qs::of(kLong));
+    UNROLL_BY(kOuter) for (int at = 0; at < kOthers; ++at) {
+      const Real* gradient = static_cast<const Real*>(params.x) + i64(q * Qs::step(I) + row<I, 0>(at)) * kIn + column;
+      Real inner[HEIGHT] = {};
+      UNROLL_BY(kTogether) for (int of_long = from; of_long < to; ++of_long) {
+        const Real g = gradient[i64(of_long) * (kStep * kIn)];
+        UNROLL for (int j = 0; j < HEIGHT; ++j) inner[j] += g * Base::template factor<kLong>(min(r + j, R - 1), of_long, p);
       }
-    } else if constexpr (J == I || J == kLong) {
-      add<I, J + 1>(sums, row, column, r, from);
-    } else {
-      constexpr int kStep = Qs::step(J);
-      const int p = Base::template digit<Ps, J>(column);
-      ROLL for (int q = 0; q < Qs::of(J); ++q) {
-        Real inner[HEIGHT] = {};
-        add<I, J + 1>(inner, row + q * kStep, column, r, from);
-        UNROLL for (int j = 0; j < HEIGHT; ++j) sums[j] += inner[j] * Base::template factor<J>(min(r + j, R - 1), q, p);
-      }
+      UNROLL for (int j = 0; j < HEIGHT; ++j) sums[j] += inner[j] * product<I, 0>(min(r + j, R - 1), at, column);
     }
   }
   template <int I> DEVICE void of(int block) const {
@@ -206,7 +220,7 @@ template <class Pass> struct KroneckerColumns : OfColumns<Pass> {
     const int item = block % kAcross * kThreads + thread, part = block / kAcross % kParts, r = block / (kAcross * kParts) * HEIGHT;
     if (item >= kQ * kIn) return;
     Real sums[HEIGHT] = {};
-    add<I, 0>(sums, item / kIn * Qs::step(I), item % kIn, r, part * Pass::Eaches::of(I));
+    add<I>(sums, item / kIn, item % kIn, r, part * Pass::Eaches::of(I));
     Real* to = static_cast<Real*>(params.y) + Base::begin(I) + item;
     UNROLL for (int j = 0; j < HEIGHT; ++j)
       if (r + j < R) store_global(to + i64(part * R + r + j) * (kQ * kIn), sums[j]);
