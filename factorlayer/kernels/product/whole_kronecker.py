@@ -13,9 +13,9 @@ from factorlayer.kernels.product.whole import ALIGNED, SCALED, START_US, THREADS
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
-# Elements of a dense weight: of a larger one products with a sample are tens of times those of two factors, and its
-# gradient's sums, which are read again for each factor, are more than 16 MB of L2
-MOST_ELEMENTS = 1 << 22
+# Elements of a dense weight: products with a larger one are tens of times those with two factors, of which predictions
+# are not close enough (1728², bf16, and 1998², float, took an H100 1.3 and 1.6 times as long forward as factors did)
+MOST_ELEMENTS = 1 << 21
 MOST_BYTES = 1 << 30  # of sums of columns
 MOST_SCALED = 5  # factors in half precision, whose products float holds: from 2^-120 to 2^80
 WIDE = 32  # columns of a tile of the dense weight

@@ -138,8 +138,7 @@ WHOLE_KRONECKER = Family(
         whole_kronecker.KroneckerGradients,
     ),
     "whole",
-    Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^22 elements of the dense weight at most"),
+    Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^21 elements of the dense weight at most"),
     named="whole Kronecker",
-    margin=Margin(1.1, source="as of Monarch layers"),
 )
 OF_WHOLE = (WHOLE_MONARCH, WHOLE_KRONECKER)
