@@ -182,8 +182,8 @@ def test_what_is_faster_as_a_dense_layer_is(sizes_in: Factors, sizes_out: Factor
 
 
 def test_what_is_no_dense_layer_is_none() -> None:
-    """Few samples and large layers, parts of a chain, what has several inputs, learns in its activation, makes slopes,
-    and, in half precision, so many factors that float does not hold their products."""
+    """Few samples and large layers, parts of a chain, what has several inputs, learns in its activation or makes slopes;
+    sums of so many terms that L2 does not hold them; and, in half precision, products of factors beyond float's."""
     spec = kronecker((10, 24), (10, 24), rank=3)
     chain, gpu = Chain.of(spec, False, "identity"), Gpu.of(90)
     assert whole.takes(chain, "float16") and whole.takes(all_gradients_of(spec), "float16")
@@ -200,6 +200,8 @@ def test_what_is_no_dense_layer_is_none() -> None:
     assert not any(whole.takes(each, "float16") for each in others)
     six = Chain.of(kronecker((2,) * 6, (2,) * 6), False, "identity")
     assert whole.takes(six, "bfloat16") and not whole.takes(six, "float16")
+    of_many_terms = all_gradients_of(kronecker((32, 32), (32, 32), rank=1024))
+    assert whole.takes(of_many_terms, "bfloat16") and not gradients._as_dense(of_many_terms, "bfloat16", LARGE, gpu)
     few = plan(chain, "float16", BATCHES[0], gpu)
     assert not any(isinstance(p, KroneckerWeight) for p in few.passes)
 

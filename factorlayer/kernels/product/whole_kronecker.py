@@ -16,13 +16,13 @@ from factorlayer.maths.chain import Chain
 # Elements of a dense weight: products with a larger one are tens of times those with two factors, of which predictions
 # are not close enough (1728², bf16, and 1998², float, took an H100 1.3 and 1.6 times as long forward as factors did)
 MOST_ELEMENTS = 1 << 21
-MOST_BYTES = 1 << 30  # of sums of columns
+MOST_BYTES = 1 << 25  # of sums of columns, which L2 is to hold
 MOST_SCALED = 5  # factors in half precision, whose products float holds: from 2^-120 to 2^80
 WIDE = 32  # columns of a tile of the dense weight
-HEIGHT, TERMS = 4, 4  # rows of a thread, and terms at once
+HEIGHT, TERMS = 4, 4  # rows of a thread, and terms at once: whole_kronecker.cuh
 MOST_RANKS = 4  # terms that a thread sums for
 LENGTH = 32  # numbers that a thread sums, at least one q of the longest factor
-MOST_TOGETHER, TOGETHER = 16, 8  # numbers of a thread on their way, all of them or so many
+MOST_TOGETHER, TOGETHER = 16, 8  # numbers of a thread on their way, all of them or so many: whole_kronecker.cuh
 MOST_WAYS = 256  # threads for a gradient
 OF_A_WAY = 4  # numbers that are worth a thread
 # Instructions for each number of a factor that is multiplied, and for each that is summed, stored or read
@@ -171,7 +171,7 @@ class OfColumns(OfFactors):
 
     @property
     def fits(self) -> bool:
-        return self.end < MOST_BYTES
+        return self.sums * self._sum_bytes <= MOST_BYTES
 
     @property
     def _told(self) -> dict[str, int | str]:
@@ -297,8 +297,8 @@ class KroneckerGradients(OfColumns):
 
 def takes(chain: Chain, dtype: str) -> bool:
     """Whether a Kronecker product's dense weight is worth asking for, and can be made."""
-    scaled = len(chain.contractions) > MOST_SCALED if dtype == SCALED else False
-    return chain.in_features * chain.out_features <= MOST_ELEMENTS and not scaled
+    fits = dtype != SCALED or len(chain.contractions) <= MOST_SCALED
+    return fits and chain.in_features * chain.out_features <= MOST_ELEMENTS
 
 
 def _sizes_of(chain: Chain) -> tuple[tuple[int, int], ...]:
