@@ -182,7 +182,7 @@ def test_what_is_faster_as_a_dense_layer_is(sizes_in: Factors, sizes_out: Factor
 
 
 def test_what_is_no_dense_layer_is_none() -> None:
-    """Few samples and large layers, parts of a chain, what has several inputs, learns in its activation or makes slopes;
+    """Few samples and large layers, parts of a chain, what has several inputs, learns in its activation, makes slopes;
     sums of so many terms that L2 does not hold them; and, in half precision, products of factors beyond float's."""
     spec = kronecker((10, 24), (10, 24), rank=3)
     chain, gpu = Chain.of(spec, False, "identity"), Gpu.of(90)

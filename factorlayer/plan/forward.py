@@ -52,8 +52,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return apart
     margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
     us = class_us if chain.is_monarch else evenly_us
-    is_faster = whole.family(chain).margin.times * us(together, batch) < margin * us(apart, batch)
-    return together if is_faster else apart
+    of_whole = whole.family(chain).margin.of(chain, dtype, batch, gpu)
+    return together if of_whole * us(together, batch) < margin * us(apart, batch) else apart
 
 
 def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | None) -> Plan:

@@ -113,7 +113,7 @@ def _or_as_dense(
     """Of a Kronecker product: other ways, or, where that is predicted to be faster, by its dense weight alone."""
     if not (together := _as_dense(chain, dtype, batch, gpu)):
         return others
-    us = whole.family(chain).margin.times * evenly_us(together, batch)
+    us = whole.family(chain).margin.of(chain, dtype, batch, gpu) * evenly_us(together, batch)
     faster = us < min(evenly_us(each, batch) for each in others) if others else _is_worth_a_weight(chain, dtype, gpu)
     return (together,) if faster else others
 
@@ -124,7 +124,8 @@ def _is_worth_a_weight(chain: Chain, dtype: str, gpu: Gpu) -> bool:
     than few and for many, together: what has a plan for some needs one for many."""
     together, apart = 1.0, 1.0
     for batch in (LEAST_OF_SOME, *BATCHES[1:]):
-        together *= whole.family(chain).margin.times * sum_us(_as_dense(chain, dtype, batch, gpu))
+        margin = whole.family(chain).margin.of(chain, dtype, batch, gpu)
+        together *= margin * sum_us(_as_dense(chain, dtype, batch, gpu))
         apart *= apart_us(chain, dtype, batch, gpu)
     return together < apart
 

@@ -20,6 +20,7 @@ from factorlayer.kernels.product import (
 )
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.registry.family import ANY, FEW, MANY, ON_TABLES, Family, Margin, Takes
 
@@ -119,6 +120,11 @@ BESIDE = (WEIGHT_HALVES, REDUCTION, FACTOR_GRADIENTS)
 
 # Layers as dense ones, whose families take the samples
 
+
+def _goes_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
+    return chain.backward
+
+
 WHOLE_MONARCH = Family(
     "A Monarch layer multiplied out, and both its gradients from the dense weight's",
     None,
@@ -140,5 +146,6 @@ WHOLE_KRONECKER = Family(
     "whole",
     Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^21 elements of the dense weight at most"),
     named="whole Kronecker",
+    margin=Margin(1.1, 1.0, _goes_back, "beside passes of factors: 38 layers, most of them drawn, on one H100"),
 )
 OF_WHOLE = (WHOLE_MONARCH, WHOLE_KRONECKER)
