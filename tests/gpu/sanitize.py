@@ -75,7 +75,6 @@ LAYERS = [
     ("kronecker", "40 40", 20, "float64"),
     ("kronecker", "64 64", 100, "bfloat16"),
     ("monarch", "2x512 256x4", 256, "float32", 32),
-    ("monarch", "8x16 24x64", 140, "tf32", 4),
     ("monarch", "4x56 56x4", 2060, "bfloat16", 16),
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
@@ -95,7 +94,6 @@ TRAINED = [
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
     ("kronecker", "10 24", 2060, "float16", 3),
-    ("kronecker", "30 2", 2060, "float64"),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "4x8 192x128", 70, "bfloat16"),
     ("monarch", "5x9 9x60", 70, "float16", 5),
