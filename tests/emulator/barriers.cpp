@@ -202,9 +202,11 @@ void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t b
       inside &= at[d] + i[d] >= 0 && at[d] + i[d] < map.sizes[d];
     }
     u32 row[32] = {};
-    const int64_t here = inside ? std::max<int64_t>(0, std::min<int64_t>(columns, map.sizes[0] - at[0])) * size : 0;
-    if (here) check_global("a box", from, u32(here), false, 16);
-    memcpy(row, from, here);
+    const int64_t first = std::max(0, -at[0]), last = std::min<int64_t>(columns, map.sizes[0] - at[0]);
+    if (inside && first < last) {
+      check_global("a box", from + first * size, u32((last - first) * size), false, size);
+      memcpy(reinterpret_cast<u8*>(row) + first * size, from + first * size, (last - first) * size);
+    }
     const size_t number = made->size() / 128;
     made->resize(made->size() + 128);
     for (int k = 0; k < 32; ++k) {

@@ -1,4 +1,4 @@
-"""The pass that splits the weights of wide products of floats: weight_halves.cuh."""
+"""The pass that puts weights of wide products in order, those of floats split, others padded: weight_halves.cuh."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class WeightHalves(Preparing):
-    """The pass that splits weights into halves, for all passes of a plan that want them; these count its time as
-    theirs."""
+    """The pass that splits weights into halves, or pads their rows, for all passes of a plan that want them; these count
+    its time as theirs."""
 
     of: tuple[Wide, ...]
 
@@ -31,15 +31,15 @@ class WeightHalves(Preparing):
     @property
     def prepared_bytes(self) -> int:
         """Bytes of all halves and scales."""
-        return sum(p.halves_bytes + 4 * p.weight_rows for p in self.of)
+        return sum(p.halves_bytes + p.scale_bytes for p in self.of)
 
     @property
     def split(self) -> int:
-        rows = max(p.weight_rows for p in self.of)
-        return min(-(-rows * 32 // self.threads), 2 * self.of[0].gpu.sms)
+        threads = max(p.weight_rows * 32 if p.splits else p.halves_bytes // 16 for p in self.of)
+        return min(-(-threads // self.threads), 2 * self.of[0].gpu.sms)
 
     def __str__(self) -> str:
-        return f"weights split: {self.prepared_bytes} bytes"
+        return f"weights {'split' if self.of[0].splits else 'padded'}: {self.prepared_bytes} bytes"
 
     @property
     def told(self) -> list[str]:
@@ -49,25 +49,22 @@ class WeightHalves(Preparing):
             told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
             told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
             lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
-        calls = " ".join(f"c.template weight<W{i}>();" for i in range(len(self.of)))
+        calls = " ".join(f"c.template {'split' if p.splits else 'pad'}<W{i}>();" for i, p in enumerate(self.of))
         return [*lines, f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
 
 
 def with_halves(
     passes: tuple[Each | Wide | WeightHalves, ...], begin: int = 0
 ) -> tuple[Each | Wide | WeightHalves, ...]:
-    """Passes, with one before them if any wants its weight split, to bytes from `begin` on."""
-    splitting = [p for p in passes if isinstance(p, Wide) and p.splits]
-    if not splitting:
+    """Passes, with one before them if any wants its weight in order, in bytes from `begin` on."""
+    taking = [p for p in passes if isinstance(p, Wide) and p.reads_prepared]
+    if not taking:
         return passes
-    halves = itertools.accumulate((p.halves_bytes for p in splitting), initial=begin)
-    scales = itertools.accumulate(
-        (4 * p.weight_rows for p in splitting), initial=begin + sum(p.halves_bytes for p in splitting)
-    )
+    halves = itertools.accumulate((p.halves_bytes for p in taking), initial=begin)
+    scales = itertools.accumulate((p.scale_bytes for p in taking), initial=begin + sum(p.halves_bytes for p in taking))
     placed = [
-        replace(p, halves_at=at, scales_at=of_scales)
-        for p, at, of_scales in zip(splitting, halves, scales, strict=False)
+        replace(p, halves_at=at, scales_at=of_scales) for p, at, of_scales in zip(taking, halves, scales, strict=False)
     ]
     further = iter(placed)
     rest = [p for p in passes if not isinstance(p, WeightHalves)]
-    return (WeightHalves(tuple(placed)), *(next(further) if p in splitting else p for p in rest))
+    return (WeightHalves(tuple(placed)), *(next(further) if p in taking else p for p in rest))

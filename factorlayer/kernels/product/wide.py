@@ -1,7 +1,7 @@
 """Passes of one contraction by rows on Hopper's warpgroup instructions: wide.cuh, its tiles and source.
 
-Products, groups and layouts are those of streamed.py. Rows that are no multiple of 16 bytes are left to that family,
-unless they are floats, whose weights are split, and padded, by another pass.
+Products, groups and layouts are those of streamed.py. Rows that 16 bytes do not divide come by smaller pieces, or, of odd
+numbers of 16-bit elements, by the copy engine, and their weight from another pass, padded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
+LARGEST = 1 << 31  # of a map's size
 MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
@@ -60,6 +61,7 @@ class Wide(Pass):
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
+    boxed: bool = False  # x comes by the copy engine
 
     def from_the_end(self) -> Wide:
         """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
@@ -80,6 +82,25 @@ class Wide(Pass):
     @property
     def splits(self) -> bool:
         return self.product.dtype == "float32"
+
+    @property
+    def boxes(self) -> int:
+        """Rows of x that are one row of a map, whose length 16 bytes divide; 0 where they come otherwise."""
+        return 8 // math.gcd(8, self.row) if self.boxed else 0
+
+    @property
+    def row(self) -> int:
+        """Elements from one row of x to the next."""
+        p = self.product
+        return p.contraction.p if p.outer > 1 else p.terms_in * p.x_features
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether results go through shared memory, since threads would store small pieces of their rows."""
+        p = self.product
+        apart = p.fast == 1 or p.b == p.contraction.q
+        odd = p.size == 2 and p.contraction.q * p.size % 16 > 0
+        return odd and apart and self.held == 1 and not p.reads_beside
 
     @property
     def parts(self) -> int:
@@ -117,7 +138,13 @@ class Wide(Pass):
 
     @property
     def halves_bytes(self) -> int:
-        return self.summed * self.weight_rows * self.chunks * 256
+        """Of a weight that another pass puts in order: split, or padded."""
+        return self.summed * self.weight_rows * self.chunks * 128 * self.parts
+
+    @property
+    def scale_bytes(self) -> int:
+        """And of what scales its rows."""
+        return 4 * self.weight_rows if self.splits else 0
 
     @property
     def stage_extra(self) -> int:
@@ -129,14 +156,20 @@ class Wide(Pass):
         """Bytes that a block is given by the other one of two."""
         return 208 + self.rows * self.columns * self.held * self.product.size // 2 if self.cluster > 1 else 0
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of results on their way, rows of an odd number of pieces of 16."""
+        return self.rows * (self.n // 8 + 1 | 1) * 16 if self.is_staged else 0
+
     @kept
     def slots(self) -> int:
-        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.exchange_bytes) // (self.slot_bytes + self.stage_extra))
+        others = 1024 + self.exchange_bytes + self.result_bytes
+        return min(MOST_SLOTS, (self.gpu.shared - others) // (self.slot_bytes + self.stage_extra))
 
     @kept
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
-        return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + 1024
+        return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + self.result_bytes + 1024
 
     @property
     def slabs(self) -> int:
@@ -166,11 +199,14 @@ class Wide(Pass):
 
     @property
     def copy(self) -> int:
-        """Bytes of one access to x."""
-        return math.gcd(16, self.product.contraction.p * self.product.size)
+        """Bytes of one access to x, and to weights that no other pass has prepared."""
+        return 16 if self.boxed else math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
     def store(self) -> int:
+        """Bytes of one access to y, of a thread, or at the ends of rows that go through shared memory."""
+        if self.is_staged:
+            return math.gcd(16, self.product.contraction.q * self.product.size)
         return math.gcd(16, self.together * self.product.size)
 
     @property
@@ -211,7 +247,20 @@ class Wide(Pass):
 
     @property
     def reads_prepared(self) -> bool:
-        return self.splits
+        return self.splits or self.boxed
+
+    @property
+    def most_samples(self) -> int:
+        return LARGEST // self.product.outer if self.boxed else 0
+
+    @property
+    def maps(self) -> tuple[str, ...]:
+        """The map of x, of more rows than there are: what its boxes have lies in the tensor."""
+        if not self.boxed:
+            return ()
+        row = self.boxes * self.row
+        x = (row, 1, self.product.outer, 1, 1), (row,) * 4, (self.slab, 1, self.rows // self.boxes, 1, 1)
+        return (tensor_map("x", self.product.dtype, *x),)
 
     @property
     def output_bytes(self) -> int:
@@ -232,7 +281,7 @@ class Wide(Pass):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer's and a producer's thread."""
-        if self.copy < 16:
+        if self.copy < 16 and self.splits:
             return ODD_REGISTERS[self.consumers]
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
         return tables[self.consumers]
@@ -249,10 +298,11 @@ class Wide(Pass):
         told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
-        told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": self.store}
+        told |= {"SLOTS": self.slots, "COPY": self.copy, "BOXES": self.boxes, "STORE": max(4, self.store)}
+        told |= {"STAGED": self.is_staged, "EDGE": self.store}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
-        told |= {"HALVES": self.halves_at // 4, "SCALES": self.scales_at // 4}
+        told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
         told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
@@ -264,21 +314,20 @@ class Wide(Pass):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    tilings = list(_tilings(product, batch, gpu))
+    tilings = list(tilings(product, batch, gpu))
     if not tilings:
         return None
     us, plan = min(((time(plan), plan) for plan in tilings), key=lambda found: found[0])
     return replace(plan, us=us)
 
 
-def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
+def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     if not gpu.wgmma or product.dtype not in DTYPES or not product.by_rows:
         return
     c, size = product.contraction, product.size
-    odd = c.p * size % 16 and product.dtype != "float32"  # whose weight another pass makes halves of, padded
-    if product.x_step > 1 or odd or (product.outer > 1 and product.terms_in > 1):
+    if product.x_step > 1 or (product.outer > 1 and product.terms_in > 1):
         return
-    if product.mixed >= 0 and (size > 2 or product.outer % MIXED or product.terms > 1):
+    if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
     for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
         splits = product.dtype == "float32"
@@ -291,8 +340,8 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
-            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster)
-            if sums <= most and plan.store >= 4 and plan.slots >= 3:
+            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, boxed=c.p * size % 4 > 0)
+            if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
 
 
@@ -307,9 +356,11 @@ def _widths(product: Product, run: int) -> list[int]:
 def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     """Groups held, columns in a run of a thread, blocks of a cluster: groups are held together where they take turns in
     y, since a sector of L2 that is stored in parts costs several times as much."""
-    row, b, fast = 16 // product.size, product.b, product.fast
+    row, b, fast, q = 16 // product.size, product.b, product.fast, product.contraction.q
     turned = product.size == 4  # a thread has two columns
-    if fast == 1 or b % 2 == 0:
+    if not turned and (fast == 1 or b == q) and q % row:
+        yield 1, 2, 1  # through shared memory
+    elif fast == 1 or b % 2 == 0 or b == q:
         yield 1, 2 if turned else row, 1
     beside = product.reads_beside and product.dtype != "tf32"  # others are faster without, and slopes behind them
     if fast == 1 or row % b or b == row or (turned and b > 2) or beside:
@@ -340,7 +391,8 @@ def time(plan: Wide) -> float:
     elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
         read += 256 * plan.rows  # mixed or rounded in place
     if plan.copy < 16:  # a warp's copies touch two lines each
-        load += 2 * LINE_CYCLES * 128 * plan.rows * plan.parts / (32 * plan.copy) / gpu.rates.cycles
+        rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
+        load += 2 * LINE_CYCLES * 128 * rows / (32 * plan.copy) / gpu.rates.cycles
     slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
@@ -353,14 +405,16 @@ def time(plan: Wide) -> float:
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
-    split = split_us(plan) if plan.splits else 0.0  # its weight, by another pass
-    return 2.2 + split + max(busy, memory) + 0.1 * min(busy, memory)
+    prepared = prepared_us(plan) if plan.reads_prepared else 0.0  # its weight, by another pass
+    return 2.2 + prepared + max(busy, memory) + 0.1 * min(busy, memory)
 
 
-def split_us(plan: Wide) -> float:
-    """Microseconds of the pass that splits the weight: a warp takes a row, for its largest number and once more, and
-    waits for each round of chunks."""
+def prepared_us(plan: Wide) -> float:
+    """Microseconds of the pass that pads the weight, or splits it: a warp takes a row, for its largest number and once
+    more, and waits for each round of chunks."""
     rates = plan.gpu.rates
+    if not plan.splits:
+        return rates.behind_us + plan.halves_bytes / HALVES_BYTES
     rows = -(-plan.weight_rows // (plan.gpu.sms * SPLITTING_WARPS))  # of a warp
     rounds = -(-plan.summed * plan.chunks // SPLIT_AT_ONCE)
     return rates.behind_us + max(2 * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES)
@@ -373,6 +427,9 @@ def _parts_of_sectors(plan: Wide) -> float:
     result = plan.rows * plan.columns * plan.held * p.size
     if plan.is_paired:
         return 0
+    if plan.is_staged:  # both ends of a row
+        columns = min(plan.columns, p.contraction.q)
+        return 2 * plan.rows * (1 - math.gcd(SECTOR, p.contraction.q * p.size) / SECTOR)
     if plan.held > 1 and plan.held < p.fast:
         return result / (16 if plan.store == 8 else plan.store)
     mine = plan.run * plan.held * p.size  # of a thread, side by side

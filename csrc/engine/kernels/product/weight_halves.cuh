@@ -2,7 +2,10 @@
 // bytes, the high halves of 64 k's and the low ones, where each two neighbours are one of either part of the chunk, and what
 // scales a row. Terms that are summed have one scale for each of their rows.
 //
-// Pass: THREADS, weights(c), which calls each weight. Weight: WEIGHT (the parameter that it is), P, ROWS, TERMS, PART (k's) and
+// Of 16 bits, rows that are odd are padded: CHUNKS times 64 k's, the last ones at the end, as the rows that wide.cuh multiplies
+// them with by boxes, and zeros before these.
+//
+// Pass: THREADS, weights(c), which calls split or pad of each weight. Weight: WEIGHT (the parameter that it is), P, ROWS, TERMS, PART (k's) and
 // CHUNKS, AT and SCALES (where its rows lie, and their scales).
 #pragma once
 #include "types/halves.cuh"
@@ -21,7 +24,7 @@ template <class Pass> struct WeightHalves {
     }
   }
   // A warp takes a row, eight lanes a chunk.
-  template <class W> DEVICE void weight() const {
+  template <class W> DEVICE void split() const {
     const int lane = threadIdx.x % 32, piece = lane % 8 * 4, warps = gridDim.y * (Pass::THREADS / 32);
     char* to = static_cast<char*>(params.y);
     ROLL for (int row = blockIdx.y * (Pass::THREADS / 32) + threadIdx.x / 32; row < W::ROWS; row += warps) {
@@ -49,6 +52,19 @@ template <class Pass> struct WeightHalves {
         store_global<16>(place + 128, low);
       }
       if (lane == 0) store_global(reinterpret_cast<float*>(to + W::SCALES) + row, scale.back);
+    }
+  }
+  // A thread takes 16 bytes.
+  template <class W> DEVICE void pad() const {
+    constexpr int kPieces = W::CHUNKS * 8;
+    const u16* weight = static_cast<const u16*>(params.weights[W::WEIGHT]);
+    ROLL for (i64 i = blockIdx.y * Pass::THREADS + threadIdx.x; i < i64(W::TERMS) * W::ROWS * kPieces; i += gridDim.y * Pass::THREADS) {
+      const int piece = int(i % kPieces), chunk = piece / 8;
+      const int k = piece * 8 - (chunk == W::CHUNKS - 1 ? W::CHUNKS * 64 - W::P : 0);
+      u32 words[4] = {};
+      UNROLL for (int e = 0; e < 8; ++e)
+        if (k + e >= chunk * 64) words[e / 2] |= u32(weight[i / kPieces * W::P + k + e]) << e % 2 * 16;
+      store_global<16>(static_cast<char*>(params.y) + W::AT + i * 16, words);
     }
   }
   DEVICE void run() const {

@@ -41,6 +41,8 @@
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
 
+struct Maps { TensorMap x; };
+
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
   static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize;
@@ -54,7 +56,7 @@ template <class Pass> struct Wide {
   static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
   // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
-  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
+  static constexpr int kWeightRow = Pass::SPLIT || Pass::BOXES > 0 ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
   static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
@@ -62,13 +64,21 @@ template <class Pass> struct Wide {
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
   static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
-  // What copies x: bytes at once, lanes of a row, which then takes another row for each round
+  // What copies x, and weights: bytes at once, lanes of a row, which then take another row for each round
   static constexpr int kCopy = Pass::COPY, kCopied = kCopy / kSize, kLanes = 128 / kCopy, kDown = 128 / kLanes;
-  static_assert(kCopy == 16 || Pass::SPLIT, "who rounds or mixes has copied it");
+  static constexpr bool kBoxes = Pass::BOXES > 0, kPrepared = Pass::SPLIT || kBoxes;  // weights, by another pass
+  static constexpr int kCopyWeight = kPrepared ? 16 : kCopy, kLanesWeight = 128 / kCopyWeight, kDownWeight = 128 / kLanesWeight;
+  // Columns of a row's last slab that the slab before had, so that a row ends where that ends: whole steps of products, and
+  // what is masked of the next one
+  static constexpr int kAgain = kBoxes ? kChunks * kPart - P : 0, kSkipped = kAgain / 16, kMasked = kAgain % 16;
+  static_assert(!kBoxes || (kPacked && !kMixes && !Pass::SPLIT && !Pass::CLUSTER));
   // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
   static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
+  // Or results on their way, by rows that begin where they do in memory, of a piece of 16 bytes
+  static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / 8 + 1 | 1) * 16;
+  static_assert(!Pass::STAGED || (kPacked && HELD == 1 && !Pass::CLUSTER && Pass::BESIDE < 0 && (FAST == 1 || B == Q)));
 
   struct Tile {
     i64 first;  // row
@@ -76,13 +86,15 @@ template <class Pass> struct Wide {
   };
 
   const Params& params;
+  const Maps* const maps;  // or null
   const u32 memory;
   const Ring<Pass::SLOTS, kSlotBytes> slots;  // slabs of x and of the weight
   const int warpgroup;
   i64 tiles;
 
-  DEVICE Wide(const Params& p)
-      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
+  DEVICE Wide(const Params& p, const Maps& m) : Wide(p, &m) {}
+  DEVICE Wide(const Params& p, const Maps* m = nullptr)
+      : params(p), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
         warpgroup(uniform(threadIdx.x / 128)) {
     tiles = (rows() + kRows - 1) / kRows * kTiles;
   }
@@ -117,16 +129,18 @@ template <class Pass> struct Wide {
   }
   static constexpr DEVICE int weight_row(int j) { return j % B * Pass::STEP_B + j / B * Pass::STEP_A; }
   static constexpr bool is_even() {
+    if (B == Q) return true;
+    constexpr int kEach = kDownWeight;
     for (int r = 0; r < kColumns; ++r)
-      if (weight_row(column_of(r)) != weight_row(column_of(r % 16)) + weight_row(column_of(r / 16 * 16))) return false;
+      if (weight_row(column_of(r)) != weight_row(column_of(r % kEach)) + weight_row(column_of(r / kEach * kEach))) return false;
     return Pass::STEP_B == 1 || kColumns % B == 0 || B % kColumns == 0;
   }
   static constexpr bool kEven = is_even();  // a thread's rows of the weight lie constants behind its first
   static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
   static_assert(Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P, "rows of x lie evenly");
 
-  // The slabs in the order in which they are used. Eight of the producers take the pieces of a row, and each of them every
-  // 16th row. x and weight are where a thread's piece of its first row begins in the tile's first slab; left counts rows of
+  // The slabs in the order in which they are used. Some of the producers take the pieces of a row, eight where these have 16
+  // bytes, and the others rows beside it. x and weight are where a thread's piece of its first row begins in the tile's first slab; left counts rows of
   // x, and columns, from its first on.
   struct Cursor {
     i64 n;
@@ -138,11 +152,12 @@ template <class Pass> struct Wide {
   DEVICE void begin_tile(Cursor& at, int thread) const {
     if (!is_in(at)) return;
     at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
-    const int r = thread / 8, piece = thread % 8 * kPiece, j = at.tile.q + column_of(r), row = thread / kLanes;
+    const int piece = thread % kLanesWeight * (kCopyWeight / kSize), j = at.tile.q + column_of(thread / kLanesWeight);
+    const int row = thread / kLanes;
     at.x = static_cast<const Element*>(params.x) + (at.tile.first + row) * kXRow + i64(at.tile.term) * Pass::X_TERM;
     at.x += thread % kLanes * kCopied;
     at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - row;
-    at.weight = static_cast<const Element*>(Pass::SPLIT ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
+    at.weight = static_cast<const Element*>(kPrepared ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     at.left_weight = Q - j;
     if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread);
@@ -173,7 +188,6 @@ template <class Pass> struct Wide {
   }
   DEVICE void copy_slab(const Cursor& at, int thread, u32 slot) const {
     constexpr int kTogether = kCopy == 16 ? 64 : 8;  // or the places of many small copies are spilled
-    const u32 to = slot + swizzled(thread / 8, thread % 8);
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
     const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
@@ -181,23 +195,45 @@ template <class Pass> struct Wide {
                                          (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
     const bool has_group = FAST % HELD == 0 || fast < FAST;
     UNROLL for (int part = 0; part < kParts; ++part) {
-      const int piece = thread % 8 * kPiece, k = part * kPart;
+      const int k = part * kPart;
       const auto has = [&](int piece) {
         return (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
       };
       const int left_x = has(thread % kLanes * kCopied) ? at.left_x : 0;
-      const int left_weight = (Pass::SPLIT ? has_group : has(piece)) ? at.left_weight : 0;
-      const int byte = thread % kLanes * kCopy;
-      const u32 to_x = slot + kX + part * N * 128 + swizzled(thread / kLanes, byte / 16) + byte % 16;
-      UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kRows, kDown); ++i)
+      const int left_weight = (kPrepared ? has_group : has(thread % kLanesWeight * (kCopyWeight / kSize))) ? at.left_weight : 0;
+      const u32 to_x = slot + kX + part * N * 128 + place_of<kCopy>(thread);
+      UNROLL_BY(kTogether) for (int i = 0; i < (kBoxes ? 0 : ceil_div(kRows, kDown)); ++i)
         if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
           copy_async<kCopy>((to_x ^ (i * kDown & 7) << 4) + i * kDown * 128, x + (i * kDown * kXRow + k), i * kDown < left_x);
-      UNROLL for (int i = 0; i < ceil_div(kColumns, 16); ++i) {
-        const int column = column_of(i * 16);
+      const u32 to_weight = slot + kWeight + part * M * 128 + place_of<kCopyWeight>(thread);
+      UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kColumns, kDownWeight); ++i) {
+        const int row = i * kDownWeight, column = column_of(row);
         const i64 behind = i64(weight_row(kEven ? column : Q - at.left_weight + column)) * kWeightRow + part * kWeightPart;
-        if (is_whole<kColumns>(i, thread))
-          copy_async<16>(to + kWeight + part * M * 128 + i * 2048, weight + behind, column < left_weight);
+        if (kColumns % kDownWeight == 0 || is_whole<kColumns>(i, thread))
+          copy_async<kCopyWeight>((to_weight ^ (row & 7) << 4) + row * 128, weight + behind, column < left_weight);
       }
+    }
+  }
+  // Where a thread's first piece of a slab lies
+  template <int BYTES> static DEVICE u32 place_of(int thread) {
+    const int byte = thread % (128 / BYTES) * BYTES;
+    return swizzled(thread / (128 / BYTES), byte / 16) + byte % 16;
+  }
+  // x, whose rows 16 bytes do not divide, by the copy engine: BOXES of them are one row of a map, whose boxes have a row in
+  // each, the first ones, then the ones behind those. Nothing outside of the tensor is asked for, but for what lies before it.
+  static constexpr int kBoxRows = kRows / (kBoxes ? Pass::BOXES : 1);
+  static DEVICE int row_of_box(int r) { return kBoxes ? r % kBoxRows * Pass::BOXES + r / kBoxRows : r; }
+  DEVICE i64 first_row(const Tile& tile) const { return kBoxes ? min(tile.first, rows() - kRows) : tile.first; }
+  DEVICE void copy_boxes(const Cursor& at, u32 slot, u32 full) const {
+    constexpr int kEach = int(kXRow);
+    expect_bytes(full, kRows * 128);
+    const int fast = at.tile.fast + at.group, group = Pass::GROUPS == 1 || fast >= FAST ? 0 : weight_of(at.tile, fast);
+    const int column = (at.tile.term + at.term) * int(Pass::X_TERM) + group * P + min(at.k, P - kPart);
+    const i64 first = first_row(at.tile);
+    ROLL for (int i = 0; i < Pass::BOXES; ++i) {
+      const i64 row = first + i, above = row & ~i64(Pass::BOXES - 1);
+      const int place[5] = {int(row - above) * kEach + column, 0, int(above / Pass::BOXES), 0, 0};
+      load_box(slot + i * kBoxRows * 128, maps->x, place, full);
     }
   }
   // What a thread has copied of x, to the nearest tf32.
@@ -273,10 +309,9 @@ template <class Pass> struct Wide {
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
+      if constexpr (kMixes || kCopy < 16) sync_warpgroup(Pass::CONSUMERS);  // others have copied it, too
       if constexpr (kMixes)
-        sync_warpgroup(Pass::CONSUMERS), mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
-      else if constexpr (kCopy < 16)
-        sync_warpgroup(Pass::CONSUMERS), split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
+        mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
         split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
@@ -286,6 +321,8 @@ template <class Pass> struct Wide {
     };
     for (; is_in(at); advance(at, thread)) {
       slots.wait_until_empty(cursor);
+      if constexpr (kBoxes)
+        if (thread == 0) copy_boxes(at, memory + cursor.slot * kSlotBytes, slots.full(cursor.slot));
       copy_slab(at, thread, memory + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
         commit_copies();
@@ -317,7 +354,7 @@ template <class Pass> struct Wide {
     return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
   }
   // Of 16 bits and one group, those of a thread's columns lie side by side.
-  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1;
+  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1 && !Pass::STAGED;
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
     UNROLL for (int m = 0; m < kRuns; ++m) {
@@ -343,9 +380,14 @@ template <class Pass> struct Wide {
   static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
   static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-  // The rows of y that a thread has in run m, and the first column.
+  // The rows of y that a thread has in run m, and the first column. What another tile has, too, is no row of this one.
   DEVICE i64 row_of(const Tile& tile, int m, int half) const {
-    return tile.first + (kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
+    if constexpr (kTurned) return tile.first + m * 8 + threadIdx.x % 4 * 2 + half;
+    return row_at(tile, row() + half * 8);
+  }
+  DEVICE i64 row_at(const Tile& tile, int r) const {
+    const i64 row = first_row(tile) + row_of_box(r);
+    return row < tile.first ? rows() : row;
   }
   DEVICE int first_column(const Tile& tile, int m) const {
     return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
@@ -367,7 +409,7 @@ template <class Pass> struct Wide {
     UNROLL for (int i = 0; i < N / 2; ++i) {
       if constexpr (Pass::BIAS && !kBiasesByCells) {
         const int column = column_of(kTurned ? down(i) : across(i));
-        sum[i] += bias_at(tile, tile.first + (kTurned ? across(i) : down(i)), tile.q + column, tile.fast + group);
+        sum[i] += bias_at(tile, row_of(tile, i / 4, kTurned ? i % 2 : i % 4 / 2), tile.q + column, tile.fast + group);
       }
       if constexpr (Pass::BESIDE >= 0)
         sum[i] = activation.of(sum[i], beside(held, i));
@@ -489,6 +531,41 @@ template <class Pass> struct Wide {
     }
   }
 
+  // Rows of results through shared memory, where a warp has its own: what it stores of them is pieces of 16 bytes, and of those
+  // that they have a part of, EDGE bytes at once.
+  DEVICE void store_rows(const Held& held, const Tile& tile) const {
+    constexpr int kPieces = N / 8 + 1, kEdge = Pass::EDGE / kSize;
+    const int first = threadIdx.x / 32 * 16, lane = threadIdx.x % 32, width = min(N, Q - tile.q);
+    const u32 results = memory + kResults + first * kResultRow;
+    const i64 behind = i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
+    __syncwarp();
+    UNROLL for (int half = 0; half < 2; ++half) {
+      const i64 begin = place(row_of(tile, 0, half), Pass::Y_SAMPLE, Q) + behind;
+      const u32 to = results + (lane / 4 + half * 8) * kResultRow + int(begin & 7) * 2 + lane % 4 * 4;
+      UNROLL for (int n = 0; n < N / 8; ++n) {
+        const u32 pair = held[0][n * 2 + half];
+        if constexpr (Pass::EDGE >= 4)
+          store_shared(to + n * 16, pair);
+        else
+          store_shared(to + n * 16, u16(pair)), store_shared(to + n * 16 + 2, u16(pair >> 16));
+      }
+    }
+    __syncwarp();
+    ROLL for (int i = lane; i < 16 * kPieces; i += 32) {
+      const i64 row = row_at(tile, first + i / kPieces), begin = place(row, Pass::Y_SAMPLE, Q) + behind;
+      const int column = i % kPieces * 8 - int(begin & 7);
+      if (row >= rows() || column >= width) continue;
+      const u32 from = results + i / kPieces * kResultRow + i % kPieces * 16;
+      Element* to = static_cast<Element*>(params.y) + begin + column;
+      if (column >= 0 && column + 8 <= width) {
+        store_words<16>(to, load_words<16>(from));
+      } else {
+        UNROLL for (int e = 0; e < 8; e += kEdge)
+          if (column + e >= 0 && column + e < width) store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * 2));
+      }
+    }
+  }
+
   // Two blocks that have half of a sector each: the first one stores the first of a thread's rows, the second one the
   // second, and each gives the other what it has of them. `phase` counts their tiles.
   static constexpr int kCells = kRuns * RUN * HELD / kCell;  // of a row
@@ -570,8 +647,53 @@ template <class Pass> struct Wide {
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int slot) const {
-    if constexpr (kTurned) __syncwarp();
+    if constexpr (kTurned || kMasked > 0) __syncwarp();
     slots.release(slot);
+  }
+
+  // Of rows by boxes: the last slab of one has columns again, which are left out, and are zeros in the step that has others.
+  DEVICE void multiply_end(float (&sum)[N / 2], u32 (&a)[4], u32 slab, bool add) const {
+    if constexpr (kMasked > 0) {
+      load_left(a, slab, kSkipped);
+      UNROLL for (int i = 0; i < 4; ++i) {
+        const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
+        a[i] = column >= kMasked ? a[i] : column + 1 >= kMasked ? a[i] & 0xffff0000 : 0;
+      }
+      settle(a);
+    }
+    const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
+    open_products();
+    UNROLL for (int step = kSkipped; step < 4; ++step) {
+      if (kMasked > 0 && step == kSkipped)
+        Wgmma<Element, N>::multiply(sum, a, right + 2 * step, add);
+      else
+        Wgmma<Element, N>::multiply(sum, left + 2 * step, right + 2 * step, add || step > kSkipped);
+    }
+    commit_products();
+  }
+  DEVICE void add_up_boxes(float (&sum)[N / 2], Taking& at) const {
+    u32 a[2][4];
+    bool add = false;
+    const auto take = [&](const auto& multiply) {
+      const int last = at.last;
+      multiply(next_slab(at));
+      if (add) {
+        wait_for_products<1>();
+        release(last);
+      }
+      add = true;
+    };
+    const auto take_end = [&](u32 (&a)[4]) { take([&](u32 slab) { multiply_end(sum, a, slab, add); }); };
+    const auto take_row = [&](u32 (&a)[4]) {
+      Left none;
+      ROLL for (int slab = 0; slab < kChunks - 1; ++slab) take([&](u32 from) { multiply(sum, none, from, add); });
+      take_end(a);
+    };
+    ROLL for (int term = 0; term < Pass::TERMS / 2 * 2; term += 2) take_row(a[0]), take_row(a[1]);
+    if constexpr (Pass::TERMS % 2) take_row(a[0]);
+    wait_for_products<0>();
+    touch(sum);
+    release(at.last);
   }
 
   // The sums of a group.
@@ -681,6 +803,8 @@ template <class Pass> struct Wide {
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
+        } else if constexpr (kBoxes) {
+          add_up_boxes(sum, at);
         } else {
           add_up(sum, at);
         }
@@ -690,13 +814,16 @@ template <class Pass> struct Wide {
       }
       if constexpr (Pass::CLUSTER)
         exchange(held, tile, int((n - first_tile()) / blocks() & 1));
+      else if constexpr (Pass::STAGED)
+        store_rows(held, tile);
       else
         store(held, tile);
     }
   }
 
   DEVICE void run() const {
-    slots.init(128, Pass::CONSUMERS * 4);
+    slots.init(kBoxes ? 129 : 128, Pass::CONSUMERS * 4);
+    if constexpr (kBoxes) fence_copy_engine();
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
