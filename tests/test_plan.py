@@ -171,7 +171,7 @@ def check_text(text: Text, chain: Chain, found: Plan) -> None:
         assert text.chunk == 0 or text.passes[-1].maps
         assert text.scratch[:2] == (0, 0), "a single pass needs nothing but its output"
         return
-    assert text.chunk >= 1
+    assert text.chunk >= 1 and text.chunk % 8 == 0
     for p, (_, bytes_out) in zip(text.passes[splits:-1], sizes_of(found), strict=False):
         assert text.scratch[int(p.written[1])] >= bytes_out, f"{p.kernel} writes {bytes_out} bytes for a sample"
 

@@ -170,10 +170,14 @@ struct Maps {
   }
 };
 
+constexpr int64_t CHUNK = 8;
+
 void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const Device& device, const Params& params,
          void* const (&scratch)[MOST_SCRATCH], void* second, Stream stream, const Rows& rows) {
   const int64_t batch = params.batch, most = program.plan.chunk ? std::min(program.plan.chunk, batch) : batch;
-  const int64_t chunks = (batch + most - 1) / most, chunk = (batch + chunks - 1) / chunks;  // of about the same size
+  // Of about the same size, and of multiples of CHUNK samples, whose rows begin where kernels and the copy engine want them
+  const int64_t chunks = (batch + most - 1) / most, each = (batch + chunks - 1) / chunks;
+  const int64_t chunk = std::min(most, (each + CHUNK - 1) / CHUNK * CHUNK);
   Params given = params;
   given.sums = scratch[SUMS];
   for (int64_t first = 0; first < batch; first += chunk) {

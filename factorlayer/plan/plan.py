@@ -17,6 +17,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 # Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
 # number may round up to. Between two of them, and beyond the last ones, times lie on a line.
 ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
+CHUNK = 8  # samples that batches are cut into multiples of
 BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
 PASS_WEIGHT = 1.3  # another kernel, and memory for what lies between, have to be worth it
 
@@ -65,11 +66,12 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Samples that go through all passes together; 0 is the whole batch."""
+        """Samples that go through all passes together, a multiple of CHUNK: as many rows of anything are whole pieces of
+        16 bytes; 0 is the whole batch."""
         if self._handing_on:
             wanted = max(p.chunk_bytes for p in self.passes) or CHUNK_BYTES
-            return max(1, wanted // max(self.scratch[:2]))
-        return max(p.most_samples for p in self.passes)
+            return max(CHUNK, wanted // max(self.scratch[:2]) // CHUNK * CHUNK)
+        return max(p.most_samples for p in self.passes) // CHUNK * CHUNK
 
     def _buffers(self, i: int) -> tuple[str, str]:
         """What a pass reads and writes, states in two buffers in turn."""

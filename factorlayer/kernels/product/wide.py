@@ -314,10 +314,10 @@ class Wide(Pass):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    tilings = list(tilings(product, batch, gpu))
-    if not tilings:
+    found = [(time(plan), plan) for plan in tilings(product, batch, gpu)]
+    if not found:
         return None
-    us, plan = min(((time(plan), plan) for plan in tilings), key=lambda found: found[0])
+    us, plan = min(found, key=lambda timed: timed[0])
     return replace(plan, us=us)
 
 
