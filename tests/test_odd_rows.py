@@ -16,7 +16,7 @@ from factorlayer.kernels.product.wide import Wide
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import Plan
 
-Tiling = tuple[int, int]  # consumers, n
+Tiling = tuple[int, int, bool]  # consumers, n, whether x comes by boxes
 GPU = Gpu.of(90)
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
 
@@ -29,8 +29,8 @@ def product_of(text: str, dtype: str) -> Product:
 def plan_of(text: str, dtype: str, batch: int, processors: int, tiling: Tiling) -> Plan:
     chain, gpu = Chain.parse(text), Gpu(90, processors, 232448)
     product = product_of(text, dtype)
-    found = [p for p in wide.tilings(product, batch, gpu) if (p.consumers, p.n, p.held) == (*tiling, 1)]
-    assert found, sorted((p.consumers, p.n, p.held) for p in wide.tilings(product, batch, gpu))
+    found = [p for p in wide.tilings(product, batch, gpu) if (p.consumers, p.n, p.boxed, p.held) == (*tiling, 1)]
+    assert found, sorted((p.consumers, p.n, p.boxed, p.held) for p in wide.tilings(product, batch, gpu))
     return Plan(chain, dtype, batch, gpu, with_halves((found[0],)))
 
 
@@ -62,21 +62,27 @@ def right(chain: Chain, x: Array, weight: Array, bias: Array | None) -> Array:
 # Rows of x by boxes, of one, two, four and eight; by pieces of 4 bytes and of 8. Of y, ends of 2, 4 and 8 bytes. Less than
 # a slab, and whole steps of it that are again; tiles that nothing is left for; fewer rows than a tile.
 CASES: list[tuple[str, str, int, int, Tiling]] = [
-    ("tied 0 1 139 200 1; bias; relu", "bfloat16", 203, 2, (2, 224)),
-    ("tied 0 1 139 71 1; bias; relu", "bfloat16", 203, 2, (1, 72)),
-    ("tied 0 1 254 254 1; bias", "float16", 203, 2, (2, 256)),
-    ("tied 0 1 37 139 1; relu", "float16", 61, 2, (2, 72)),
-    ("tied 0 3 71 37 1; bias", "bfloat16", 75, 3, (1, 40)),
-    ("tied 0 1 113 76 1", "bfloat16", 129, 2, (1, 80)),
-    ("tied 0 1 20 30 1; bias", "float16", 131, 2, (1, 32)),
-    ("untied 0 5 69 37 1; bias; relu", "bfloat16", 133, 4, (1, 40)),
-    ("untied 0 6 69 39 1; bias", "bfloat16", 133, 4, (2, 40)),
-    ("untied 0 4 49 63 1; bias", "float16", 133, 4, (2, 64)),
-    ("untied 0 8 139 33 1; relu", "bfloat16", 133, 4, (1, 40)),
-    ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 64)),
-    ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128)),
-    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64)),
-    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128)),
+    ("tied 0 1 139 200 1; bias; relu", "bfloat16", 203, 2, (2, 224, True)),
+    ("tied 0 1 139 71 1; bias; relu", "bfloat16", 203, 2, (1, 72, True)),
+    ("tied 0 1 254 254 1; bias", "float16", 203, 2, (2, 256, False)),
+    ("tied 0 1 254 254 1; bias", "float16", 203, 2, (2, 256, True)),
+    ("tied 0 1 37 139 1; relu", "float16", 61, 2, (2, 72, True)),
+    ("tied 0 3 71 37 1; bias", "bfloat16", 75, 3, (1, 40, True)),
+    ("tied 0 1 113 76 1", "bfloat16", 129, 2, (1, 80, True)),
+    ("tied 0 1 20 30 1; bias", "float16", 131, 2, (1, 32, False)),
+    ("tied 0 1 20 30 1; bias", "float16", 131, 2, (1, 32, True)),
+    ("untied 0 5 69 37 1; bias; relu", "bfloat16", 133, 4, (1, 40, True)),
+    ("untied 0 6 69 39 1; bias", "bfloat16", 133, 4, (2, 40, True)),
+    ("untied 0 4 49 63 1; bias", "float16", 133, 4, (2, 64, True)),
+    ("untied 0 8 139 33 1; relu", "bfloat16", 133, 4, (1, 40, True)),
+    ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 64, False)),
+    ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 104, True)),
+    ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, False)),
+    ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, True)),
+    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, False)),
+    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 40, True)),
+    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128, False)),
+    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 72, True)),
 ]
 
 

@@ -49,8 +49,13 @@ class WeightHalves(Preparing):
             told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
             told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
             lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
-        calls = " ".join(f"c.template {'split' if p.splits else 'pad'}<W{i}>();" for i, p in enumerate(self.of))
+        calls = " ".join(_put(p, i) for i, p in enumerate(self.of))
         return [*lines, f"template <class C> static DEVICE void weights(const C& c) {{ {calls} }}"]
+
+
+def _put(wide: Wide, number: int) -> str:
+    how = f"split<W{number}>" if wide.splits else f"pad<W{number}, u{8 * wide.product.size}>"
+    return f"c.template {how}();"
 
 
 def with_halves(

@@ -44,7 +44,8 @@ SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
 class Wide(Pass):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
-    With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
+    With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else, and where
+    the copy engine brings x, that is.
     `us` is the time predicted.
     """
 
@@ -73,11 +74,16 @@ class Wide(Pass):
 
     @property
     def rows(self) -> int:
-        return self.n if self.product.size == 4 else 64 * self.consumers
+        return self.n if self.is_turned else 64 * self.consumers
 
     @property
     def columns(self) -> int:
-        return 64 * self.consumers if self.product.size == 4 else self.n
+        return 64 * self.consumers if self.is_turned else self.n
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the weights are operand A."""
+        return self.product.size == 4 and not self.boxed
 
     @property
     def splits(self) -> bool:
@@ -86,7 +92,8 @@ class Wide(Pass):
     @property
     def boxes(self) -> int:
         """Rows of x that are one row of a map, whose length 16 bytes divide; 0 where they come otherwise."""
-        return 8 // math.gcd(8, self.row) if self.boxed else 0
+        piece = 16 // self.product.size
+        return piece // math.gcd(piece, self.row) if self.boxed else 0
 
     @property
     def row(self) -> int:
@@ -99,7 +106,7 @@ class Wide(Pass):
         """Whether results go through shared memory, since threads would store small pieces of their rows."""
         p = self.product
         apart = p.fast == 1 or p.b == p.contraction.q
-        odd = p.size == 2 and p.contraction.q * p.size % 16 > 0
+        odd = self.boxed if p.size == 4 else p.contraction.q * p.size % 16 > 0
         return odd and apart and self.held == 1 and not p.reads_beside
 
     @property
@@ -159,7 +166,7 @@ class Wide(Pass):
     @property
     def result_bytes(self) -> int:
         """Bytes of results on their way, rows of an odd number of pieces of 16."""
-        return self.rows * (self.n // 8 + 1 | 1) * 16 if self.is_staged else 0
+        return self.rows * (self.n * self.product.size // 16 + 1 | 1) * 16 if self.is_staged else 0
 
     @kept
     def slots(self) -> int:
@@ -304,7 +311,7 @@ class Wide(Pass):
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
-        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
+        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in and not self.boxed), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
@@ -329,50 +336,62 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
-    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
-        splits = product.dtype == "float32"
-        if consumers > 2 and (size == 2 or (held > 1 and not splits)):
+    for boxed in (False, True):
+        if product.dtype == "float32":  # whose weight another pass pads anyhow
+            takes = not boxed
+        else:
+            takes = c.p * size % 16 > 0 if boxed else c.p * size % 4 == 0
+        if takes:
+            yield from _tilings(product, batch, gpu, boxed)
+
+
+def _tilings(product: Product, batch: int, gpu: Gpu, boxed: bool) -> Iterator[Wide]:
+    size, splits, turned = product.size, product.dtype == "float32", product.size == 4 and not boxed
+    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product, turned)):
+        if (consumers > 2 and (not turned or (held > 1 and not splits))) or (boxed and cluster > 1):
             continue
         deals = (size == 2 and cluster > 1) or (held > 1 and product.reads_beside)
         most = MOST_HELD[size] - (20 if deals else 0)  # an exchange, or a state dealt to groups, needs some, too
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         most = MOST_SPLIT[consumers] if splits else most
-        for n in _widths(product, run):
+        for n in _widths(product, run, turned):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
-            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, boxed=c.p * size % 4 > 0)
+            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, boxed=boxed)
             if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
 
 
-def _widths(product: Product, run: int) -> list[int]:
+def _widths(product: Product, run: int, turned: bool) -> list[int]:
     """Widths of a tile: of samples, or of columns that leave little of the last tile empty."""
-    if product.size == 4:
+    if turned:
         return [8, 16, 32, 48, 64, 96, 128, 192, 256]
     q, step = product.contraction.q, 4 * run
     return sorted({-(-q // (tiles * step)) * step for tiles in range(-(-q // 256), q // step + 2)} - {0})[-32:]
 
 
-def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
+def _holdings(product: Product, turned: bool) -> Iterator[tuple[int, int, int]]:
     """Groups held, columns in a run of a thread, blocks of a cluster: groups are held together where they take turns in
     y, since a sector of L2 that is stored in parts costs several times as much."""
     row, b, fast, q = 16 // product.size, product.b, product.fast, product.contraction.q
-    turned = product.size == 4  # a thread has two columns
-    if not turned and (fast == 1 or b == q) and q % row:
+    apart, by_pieces = fast == 1 or b == q, turned or product.size == 2
+    if apart and not turned and not product.reads_beside and (q % row or not by_pieces):
         yield 1, 2, 1  # through shared memory
-    elif fast == 1 or b % 2 == 0 or b == q:
+    elif by_pieces and (apart or b % 2 == 0):
         yield 1, 2 if turned else row, 1
+    if not by_pieces:
+        return
     beside = product.reads_beside and product.dtype != "tf32"  # others are faster without, and slopes behind them
     if fast == 1 or row % b or b == row or (turned and b > 2) or beside:
         return
     run = max(2, b)
     for held in (2, 4, 8, 16):
         if held == fast:
-            yield held, run if turned else max(run, row // held), 1
+            yield held, run if turned else max(run, row // held), 1, False
         elif held < fast:
-            yield held, run, 1
+            yield held, run, 1, False
             if held * b == row and fast % (2 * held) == 0 and not product.reads_beside:
-                yield held, run, 2
+                yield held, run, 2, False
 
 
 def time(plan: Wide) -> float:

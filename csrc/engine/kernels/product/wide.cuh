@@ -50,13 +50,13 @@ template <class Pass> struct Wide {
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
   static constexpr int FAST = Pass::FAST;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
-  static constexpr bool kTurned = kSize == 4, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
+  static constexpr bool kBoxes = Pass::BOXES > 0, kTurned = kSize == 4 && !kBoxes, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
   // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
   static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
   // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
-  static constexpr int kWeightRow = Pass::SPLIT || Pass::BOXES > 0 ? kChunks * 64 : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
+  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : kBoxes ? kChunks * kPart : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
   static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
@@ -66,19 +66,20 @@ template <class Pass> struct Wide {
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
   // What copies x, and weights: bytes at once, lanes of a row, which then take another row for each round
   static constexpr int kCopy = Pass::COPY, kCopied = kCopy / kSize, kLanes = 128 / kCopy, kDown = 128 / kLanes;
-  static constexpr bool kBoxes = Pass::BOXES > 0, kPrepared = Pass::SPLIT || kBoxes;  // weights, by another pass
+  static constexpr bool kPrepared = Pass::SPLIT || kBoxes;  // weights, by another pass
   static constexpr int kCopyWeight = kPrepared ? 16 : kCopy, kLanesWeight = 128 / kCopyWeight, kDownWeight = 128 / kLanesWeight;
   // Columns of a row's last slab that the slab before had, so that a row ends where that ends: whole steps of products, and
   // what is masked of the next one
-  static constexpr int kAgain = kBoxes ? kChunks * kPart - P : 0, kSkipped = kAgain / 16, kMasked = kAgain % 16;
-  static_assert(!kBoxes || (kPacked && !kMixes && !Pass::SPLIT && !Pass::CLUSTER));
+  static constexpr int kStep = 32 / kSize, kAgain = kBoxes ? kChunks * kPart - P : 0;
+  static constexpr int kSkipped = kAgain / kStep, kMasked = kAgain % kStep;
+  static_assert(!kBoxes || (!kPrepares && !Pass::CLUSTER && (kPacked || Pass::STAGED)));
   // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
   static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
   // Or results on their way, by rows that begin where they do in memory, of a piece of 16 bytes
-  static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / 8 + 1 | 1) * 16;
-  static_assert(!Pass::STAGED || (kPacked && HELD == 1 && !Pass::CLUSTER && Pass::BESIDE < 0 && (FAST == 1 || B == Q)));
+  static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / kPiece + 1 | 1) * 16;
+  static_assert(!Pass::STAGED || (!kTurned && HELD == 1 && !Pass::CLUSTER && Pass::BESIDE < 0 && (FAST == 1 || B == Q)));
 
   struct Tile {
     i64 first;  // row
@@ -534,34 +535,36 @@ template <class Pass> struct Wide {
   // Rows of results through shared memory, where a warp has its own: what it stores of them is pieces of 16 bytes, and of those
   // that they have a part of, EDGE bytes at once.
   DEVICE void store_rows(const Held& held, const Tile& tile) const {
-    constexpr int kPieces = N / 8 + 1, kEdge = Pass::EDGE / kSize;
+    constexpr int kPieces = N / kPiece + 1, kEdge = Pass::EDGE / kSize;
     const int first = threadIdx.x / 32 * 16, lane = threadIdx.x % 32, width = min(N, Q - tile.q);
     const u32 results = memory + kResults + first * kResultRow;
     const i64 behind = i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
     __syncwarp();
     UNROLL for (int half = 0; half < 2; ++half) {
       const i64 begin = place(row_of(tile, 0, half), Pass::Y_SAMPLE, Q) + behind;
-      const u32 to = results + (lane / 4 + half * 8) * kResultRow + int(begin & 7) * 2 + lane % 4 * 4;
+      const u32 to = results + (lane / 4 + half * 8) * kResultRow + (int(begin % kPiece) + lane % 4 * 2) * kSize;
       UNROLL for (int n = 0; n < N / 8; ++n) {
-        const u32 pair = held[0][n * 2 + half];
-        if constexpr (Pass::EDGE >= 4)
-          store_shared(to + n * 16, pair);
+        const u32 *const words = &held[0][kPacked ? n * 2 + half : n * 4 + half * 2], at = to + n * 8 * kSize;
+        if constexpr (!kPacked)
+          store_shared(at, words[0]), store_shared(at + 4, words[1]);
+        else if constexpr (Pass::EDGE >= 4)
+          store_shared(at, words[0]);
         else
-          store_shared(to + n * 16, u16(pair)), store_shared(to + n * 16 + 2, u16(pair >> 16));
+          store_shared(at, u16(words[0])), store_shared(at + 2, u16(words[0] >> 16));
       }
     }
     __syncwarp();
     ROLL for (int i = lane; i < 16 * kPieces; i += 32) {
       const i64 row = row_at(tile, first + i / kPieces), begin = place(row, Pass::Y_SAMPLE, Q) + behind;
-      const int column = i % kPieces * 8 - int(begin & 7);
+      const int column = i % kPieces * kPiece - int(begin % kPiece);
       if (row >= rows() || column >= width) continue;
       const u32 from = results + i / kPieces * kResultRow + i % kPieces * 16;
       Element* to = static_cast<Element*>(params.y) + begin + column;
-      if (column >= 0 && column + 8 <= width) {
+      if (column >= 0 && column + kPiece <= width) {
         store_words<16>(to, load_words<16>(from));
       } else {
-        UNROLL for (int e = 0; e < 8; e += kEdge)
-          if (column + e >= 0 && column + e < width) store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * 2));
+        UNROLL for (int e = 0; e < kPiece; e += kEdge)
+          if (column + e >= 0 && column + e < width) store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * kSize));
       }
     }
   }
@@ -656,8 +659,8 @@ template <class Pass> struct Wide {
     if constexpr (kMasked > 0) {
       load_left(a, slab, kSkipped);
       UNROLL for (int i = 0; i < 4; ++i) {
-        const int column = i / 2 * 8 + threadIdx.x % 4 * 2;
-        a[i] = column >= kMasked ? a[i] : column + 1 >= kMasked ? a[i] & 0xffff0000 : 0;
+        const int column = i / 2 * kPiece + threadIdx.x % 4 * (4 / kSize);
+        a[i] = column >= kMasked ? a[i] : kPacked && column + 1 >= kMasked ? a[i] & 0xffff0000 : 0;
       }
       settle(a);
     }
