@@ -165,8 +165,8 @@ class Wide(Pass):
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results on their way, rows of an odd number of pieces of 16."""
-        return self.rows * (self.n * self.product.size // 16 + 1 | 1) * 16 if self.is_staged else 0
+        """Bytes of results on their way, half of a tile's rows of an odd number of pieces of 16."""
+        return self.rows // 2 * (self.n * self.product.size // 16 + 1 | 1) * 16 if self.is_staged else 0
 
     @kept
     def slots(self) -> int:

@@ -532,17 +532,17 @@ template <class Pass> struct Wide {
     }
   }
 
-  // Rows of results through shared memory, where a warp has its own: what it stores of them is pieces of 16 bytes, and of those
+  // Rows of results through shared memory, eight of a warp at once: what it stores of them is pieces of 16 bytes, and of those
   // that they have a part of, EDGE bytes at once.
   DEVICE void store_rows(const Held& held, const Tile& tile) const {
     constexpr int kPieces = N / kPiece + 1, kEdge = Pass::EDGE / kSize;
-    const int first = threadIdx.x / 32 * 16, lane = threadIdx.x % 32, width = min(N, Q - tile.q);
-    const u32 results = memory + kResults + first * kResultRow;
+    const int lane = threadIdx.x % 32, width = min(N, Q - tile.q);
+    const u32 results = memory + kResults + threadIdx.x / 32 * 8 * kResultRow;
     const i64 behind = i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
-    __syncwarp();
     UNROLL for (int half = 0; half < 2; ++half) {
       const i64 begin = place(row_of(tile, 0, half), Pass::Y_SAMPLE, Q) + behind;
-      const u32 to = results + (lane / 4 + half * 8) * kResultRow + (int(begin % kPiece) + lane % 4 * 2) * kSize;
+      const u32 to = results + lane / 4 * kResultRow + (int(begin % kPiece) + lane % 4 * 2) * kSize;
+      __syncwarp();
       UNROLL for (int n = 0; n < N / 8; ++n) {
         const u32 *const words = &held[0][kPacked ? n * 2 + half : n * 4 + half * 2], at = to + n * 8 * kSize;
         if constexpr (!kPacked)
@@ -552,19 +552,21 @@ template <class Pass> struct Wide {
         else
           store_shared(at, u16(words[0])), store_shared(at + 2, u16(words[0] >> 16));
       }
-    }
-    __syncwarp();
-    ROLL for (int i = lane; i < 16 * kPieces; i += 32) {
-      const i64 row = row_at(tile, first + i / kPieces), begin = place(row, Pass::Y_SAMPLE, Q) + behind;
-      const int column = i % kPieces * kPiece - int(begin % kPiece);
-      if (row >= rows() || column >= width) continue;
-      const u32 from = results + i / kPieces * kResultRow + i % kPieces * 16;
-      Element* to = static_cast<Element*>(params.y) + begin + column;
-      if (column >= 0 && column + kPiece <= width) {
-        store_words<16>(to, load_words<16>(from));
-      } else {
-        UNROLL for (int e = 0; e < kPiece; e += kEdge)
-          if (column + e >= 0 && column + e < width) store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * kSize));
+      __syncwarp();
+      ROLL for (int i = lane; i < 8 * kPieces; i += 32) {
+        const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces);
+        const i64 begin = place(row, Pass::Y_SAMPLE, Q) + behind;
+        const int column = i % kPieces * kPiece - int(begin % kPiece);
+        if (row >= rows() || column >= width) continue;
+        const u32 from = results + i / kPieces * kResultRow + i % kPieces * 16;
+        Element* to = static_cast<Element*>(params.y) + begin + column;
+        if (column >= 0 && column + kPiece <= width) {
+          store_words<16>(to, load_words<16>(from));
+        } else {
+          UNROLL for (int e = 0; e < kPiece; e += kEdge)
+            if (column + e >= 0 && column + e < width)
+              store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * kSize));
+        }
       }
     }
   }
