@@ -1,18 +1,16 @@
-"""kernels/product/wide.py of rows that 16 bytes do not divide: which tilings there are, that they compile, and, on a CPU,
-that they are right."""
+"""kernels/product/wide.py, of rows that 16 bytes do not divide: which tilings there are, that they compile, and, on a
+CPU, that they are right."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from compiled import UsageOf
 from emulator.driver import Array, Emulator, decode, encode
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.product import wide
-from factorlayer.kernels.product.streamed import Product, products, unturned
+from factorlayer.kernels.product.streamed import Product, products
 from factorlayer.kernels.product.weight_halves import with_halves
-from factorlayer.kernels.product.wide import Wide
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import Plan
 
@@ -59,8 +57,8 @@ def right(chain: Chain, x: Array, weight: Array, bias: Array | None) -> Array:
     return np.maximum(y, 0) if chain.activation == "relu" else y
 
 
-# Rows of x by boxes, of one, two, four and eight; by pieces of 4 bytes and of 8. Of y, ends of 2, 4 and 8 bytes. Less than
-# a slab, and whole steps of it that are again; tiles that nothing is left for; fewer rows than a tile.
+# Rows of x by boxes, of one, two, four and eight; by pieces of 4 bytes and of 8. Of y, ends of 2, 4 and 8 bytes. Less
+# than a slab, and whole steps of it that are again; tiles that nothing is left for; fewer rows than a tile.
 CASES: list[tuple[str, str, int, int, Tiling]] = [
     ("tied 0 1 139 200 1; bias; relu", "bfloat16", 203, 2, (2, 224, True)),
     ("tied 0 1 139 71 1; bias; relu", "bfloat16", 203, 2, (1, 72, True)),

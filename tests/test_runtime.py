@@ -257,7 +257,7 @@ def test_one_pass(native: Path) -> None:
 
 
 def test_passes_over_chunks(native: Path) -> None:
-    """At most 100 of 250 samples at once, and a multiple of 8: x and y move on, scratch does not; rows of 12 and 40 bytes in
+    """At most 100 of 250 samples at once, and eights: x and y move on, scratch does not; rows of 12 and 40 bytes in
     bfloat16."""
     plan = "factorlayer plan 1\nchunk 100\nscratch 64 32 0\n"
     plan += pass_text("x s0 128 60000 3 2 0 1 sm_90 a", kernel("a"))

@@ -66,8 +66,8 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Samples that go through all passes together, a multiple of CHUNK: as many rows of anything are whole pieces of
-        16 bytes; 0 is the whole batch."""
+        """Samples that go through all passes together, a multiple of CHUNK, of which any rows are whole pieces of 16
+        bytes; 0 is the whole batch."""
         if self._handing_on:
             wanted = max(p.chunk_bytes for p in self.passes) or CHUNK_BYTES
             return max(CHUNK, wanted // max(self.scratch[:2]) // CHUNK * CHUNK)

@@ -15,8 +15,8 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class WeightHalves(Preparing):
-    """The pass that splits weights into halves, or pads their rows, for all passes of a plan that want them; these count
-    its time as theirs."""
+    """The pass that splits weights into halves, or pads them, for all passes of a plan that want that; these count its
+    time as theirs."""
 
     of: tuple[Wide, ...]
 

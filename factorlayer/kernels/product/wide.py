@@ -1,7 +1,7 @@
 """Passes of one contraction by rows on Hopper's warpgroup instructions: wide.cuh, its tiles and source.
 
-Products, groups and layouts are those of streamed.py. Rows that 16 bytes do not divide come by smaller pieces, or, of odd
-numbers of 16-bit elements, by the copy engine, and their weight from another pass, padded.
+Products, groups and layouts are those of streamed.py. Rows that 16 bytes do not divide come by smaller pieces, or by
+the copy engine, several of them as one row of a map; then another pass pads the weight.
 """
 
 from __future__ import annotations
@@ -311,7 +311,8 @@ class Wide(Pass):
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
-        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in and not self.boxed), "ROUND_Y": rounds and p.ours_out}
+        rounded = p.ours_in or self.boxed  # what comes of x
+        told |= {"ROUND_X": self.splits or (rounds and not rounded), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
@@ -337,11 +338,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
     for boxed in (False, True):
-        if product.dtype == "float32":  # whose weight another pass pads anyhow
-            takes = not boxed
-        else:
-            takes = c.p * size % 16 > 0 if boxed else c.p * size % 4 == 0
-        if takes:
+        if c.p * size % 16 > 0 and product.dtype != "float32" if boxed else c.p * size % 4 == 0:
             yield from _tilings(product, batch, gpu, boxed)
 
 
@@ -387,11 +384,11 @@ def _holdings(product: Product, turned: bool) -> Iterator[tuple[int, int, int]]:
     run = max(2, b)
     for held in (2, 4, 8, 16):
         if held == fast:
-            yield held, run if turned else max(run, row // held), 1, False
+            yield held, run if turned else max(run, row // held), 1
         elif held < fast:
-            yield held, run, 1, False
+            yield held, run, 1
             if held * b == row and fast % (2 * held) == 0 and not product.reads_beside:
-                yield held, run, 2, False
+                yield held, run, 2
 
 
 def time(plan: Wide) -> float:
@@ -447,7 +444,6 @@ def _parts_of_sectors(plan: Wide) -> float:
     if plan.is_paired:
         return 0
     if plan.is_staged:  # both ends of a row
-        columns = min(plan.columns, p.contraction.q)
         return 2 * plan.rows * (1 - math.gcd(SECTOR, p.contraction.q * p.size) / SECTOR)
     if plan.held > 1 and plan.held < p.fast:
         return result / (16 if plan.store == 8 else plan.store)
