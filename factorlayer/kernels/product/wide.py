@@ -404,7 +404,7 @@ def time(plan: Wide) -> float:
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
+    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in and not plan.boxed):
         read += 256 * plan.rows  # mixed or rounded in place
     if plan.copy < 16:  # a warp's copies touch two lines each
         rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
