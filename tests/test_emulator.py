@@ -1573,6 +1573,10 @@ SLOPES = [
     (1, 100, 98, "float32", "tanh", 70, MEDIUM),
     (1, 72, 68, "float32", "relu", 3, SMALL),
     (1, 64, 64, "bfloat16", trace(torch.nn.Mish())[0].program, 70, MEDIUM),
+    (3, 40, 13, "bfloat16", "relu", 65, LARGE),
+    (1, 139, 71, "bfloat16", "gelu", 70, LARGE),
+    (1, 46, 60, "float16", "sine", 131, LARGE),
+    (2, 45, 27, "tf32", "gelu", 67, LARGE),
 ]
 
 
@@ -1584,7 +1588,7 @@ def test_slopes_with_their_product(
     chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), 1, True, activation, slope=outer * q)
     passes = with_halves(fastest(OF_PRODUCT_AND_SLOPES, *products(chain, dtype), planned, Gpu.of(90)))
     found = Plan(chain, dtype, planned, Gpu.of(90), passes)
-    split = ["WeightHalves"] if dtype == "float32" else []
+    split = ["WeightHalves"] if passes[-1].reads_prepared else []
     assert [type(each).__name__ for each in found.passes] == [*split, "Wide"]
     kernels, draw = emulator.compile(found), drawing(dtype)
     x, weight, bias, grad = draw(batch, outer * p), draw(q, p) / 8, draw(outer * q), draw(batch, outer * q)
@@ -1806,6 +1810,8 @@ THROUGH = [
     (2, 36, 25, "tf32", "relu", 67, MEDIUM),
     (1, 100, 98, "float32", "tanh", 70, MEDIUM),
     (1, 64, 64, "bfloat16", trace(torch.nn.SELU())[0].program, 70, MEDIUM),
+    (1, 139, 71, "bfloat16", "relu", 131, LARGE),
+    (2, 45, 30, "tf32", "elu", 67, LARGE),
 ]
 
 
@@ -1816,7 +1822,7 @@ def test_products_back_through_the_activation_before(
     """And zero where relu was, even of an infinite gradient."""
     chain = Chain((Contraction(0, outer, p, q, 1, tied=True),), activation=activation, through=outer * q)
     found = plan(chain, dtype, planned, Gpu.of(90))
-    halves = ["WeightHalves"] if dtype == "float32" else []
+    halves = ["WeightHalves"] if found.passes[-1].reads_prepared else []
     assert [type(each).__name__ for each in found.passes] == [*halves, "Wide"]
     kernels, draw = emulator.compile(found), drawing(dtype)
     grad, weight, z = draw(batch, outer * p), draw(q, p) / 8, draw(batch, outer * q)

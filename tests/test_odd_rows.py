@@ -126,8 +126,8 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
         ("min(tile.first, rows() - kRows)", "tile.first", "outside of the tensors"),
         ("min(at.k, P - kPart)", "at.k", "outside of the tensors"),
         ("if constexpr (kBoxes) fence_copy_engine();", "", "no fence: the copy engine"),
-        ("__syncwarp();\n      UNROLL for (int n", "UNROLL for (int n", "race"),
-        ("__syncwarp();\n      ROLL for", "ROLL for", "race"),
+        ("__syncwarp();\n      move_pairs(tile, half, [&](u32 at, int i) {\n        if", "move_pairs(tile, half, [&](u32 at, int i) {\n        if", "race"),
+        ("__syncwarp();\n      move_rows(tile, half, [&](i64 to", "move_rows(tile, half, [&](i64 to", "race"),
         ("kTurned || kMasked > 0", "kTurned", "race"),
     ],
 )

@@ -107,7 +107,7 @@ class Wide(Pass):
         p = self.product
         apart = p.fast == 1 or p.b == p.contraction.q
         odd = self.boxed if p.size == 4 else p.contraction.q * p.size % 16 > 0
-        return odd and apart and self.held == 1 and not p.reads_beside
+        return odd and apart and self.held == 1
 
     @property
     def parts(self) -> int:
@@ -372,7 +372,7 @@ def _holdings(product: Product, turned: bool) -> Iterator[tuple[int, int, int]]:
     y, since a sector of L2 that is stored in parts costs several times as much."""
     row, b, fast, q = 16 // product.size, product.b, product.fast, product.contraction.q
     apart, by_pieces = fast == 1 or b == q, turned or product.size == 2
-    if apart and not turned and not product.reads_beside and (q % row or not by_pieces):
+    if apart and not turned and (q % row or not by_pieces):
         yield 1, 2, 1  # through shared memory
     elif by_pieces and (apart or b % 2 == 0):
         yield 1, 2 if turned else row, 1

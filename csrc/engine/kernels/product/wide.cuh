@@ -79,7 +79,7 @@ template <class Pass> struct Wide {
   static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
   // Or results on their way, by rows that begin where they do in memory, of a piece of 16 bytes
   static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / kPiece + 1 | 1) * 16;
-  static_assert(!Pass::STAGED || (!kTurned && HELD == 1 && !Pass::CLUSTER && Pass::BESIDE < 0 && (FAST == 1 || B == Q)));
+  static_assert(!Pass::STAGED || (!kTurned && HELD == 1 && !Pass::CLUSTER && (FAST == 1 || B == Q)));
 
   struct Tile {
     i64 first;  // row
@@ -532,42 +532,80 @@ template <class Pass> struct Wide {
     }
   }
 
-  // Rows of results through shared memory, eight of a warp at once: what it stores of them is pieces of 16 bytes, and of those
-  // that they have a part of, EDGE bytes at once.
+  // Rows of results, or of a state beside them, through shared memory, eight of a warp at once: what it moves of them is pieces
+  // of 16 bytes, and of those that they have a part of, EDGE bytes at once.
+  static constexpr int kPieces = N / kPiece + 1, kEdge = Pass::EDGE / kSize;
+  DEVICE u32 results() const { return memory + kResults + threadIdx.x / 32 * 8 * kResultRow; }
+  // Where a row's columns begin in memory
+  DEVICE i64 begin_of(const Tile& tile, i64 row) const {
+    return place(row, Pass::Y_SAMPLE, Q) + i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
+  }
+  // move(where a thread's two columns lie, half, n) of all n
+  template <class Move> DEVICE void move_pairs(const Tile& tile, int half, const Move& move) const {
+    const int lane = threadIdx.x % 32;
+    const u32 first = results() + lane / 4 * kResultRow + lane % 4 * 2 * kSize;
+    const u32 at = first + int(begin_of(tile, row_of(tile, 0, half)) % kPiece) * kSize;
+    UNROLL for (int n = 0; n < N / 8; ++n) move(at + n * 8 * kSize, kPacked ? n * 2 + half : n * 4 + half * 2);
+  }
+  // whole or part(elements behind the tensor's first one, where they lie)
+  template <class Whole, class Part>
+  DEVICE void move_rows(const Tile& tile, int half, const Whole& whole, const Part& part) const {
+    const int width = min(N, Q - tile.q);
+    ROLL for (int i = threadIdx.x % 32; i < 8 * kPieces; i += 32) {
+      const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces), begin = begin_of(tile, row);
+      const int column = i % kPieces * kPiece - int(begin % kPiece);
+      if (row >= rows() || column >= width) continue;
+      const u32 at = results() + i / kPieces * kResultRow + i % kPieces * 16;
+      if (column >= 0 && column + kPiece <= width) {
+        whole(begin + column, at);
+      } else {
+        UNROLL for (int e = 0; e < kPiece; e += kEdge)
+          if (column + e >= 0 && column + e < width) part(begin + column + e, at + e * kSize);
+      }
+    }
+  }
   DEVICE void store_rows(const Held& held, const Tile& tile) const {
-    constexpr int kPieces = N / kPiece + 1, kEdge = Pass::EDGE / kSize;
-    const int lane = threadIdx.x % 32, width = min(N, Q - tile.q);
-    const u32 results = memory + kResults + threadIdx.x / 32 * 8 * kResultRow;
-    const i64 behind = i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
+    Element* y = static_cast<Element*>(params.y);
     UNROLL for (int half = 0; half < 2; ++half) {
-      const i64 begin = place(row_of(tile, 0, half), Pass::Y_SAMPLE, Q) + behind;
-      const u32 to = results + lane / 4 * kResultRow + (int(begin % kPiece) + lane % 4 * 2) * kSize;
       __syncwarp();
-      UNROLL for (int n = 0; n < N / 8; ++n) {
-        const u32 *const words = &held[0][kPacked ? n * 2 + half : n * 4 + half * 2], at = to + n * 8 * kSize;
+      move_pairs(tile, half, [&](u32 at, int i) {
         if constexpr (!kPacked)
-          store_shared(at, words[0]), store_shared(at + 4, words[1]);
+          store_shared(at, held[0][i]), store_shared(at + 4, held[0][i + 1]);
         else if constexpr (Pass::EDGE >= 4)
-          store_shared(at, words[0]);
+          store_shared(at, held[0][i]);
         else
-          store_shared(at, u16(words[0])), store_shared(at + 2, u16(words[0] >> 16));
-      }
+          store_shared(at, u16(held[0][i])), store_shared(at + 2, u16(held[0][i] >> 16));
+      });
       __syncwarp();
-      ROLL for (int i = lane; i < 8 * kPieces; i += 32) {
-        const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces);
-        const i64 begin = place(row, Pass::Y_SAMPLE, Q) + behind;
-        const int column = i % kPieces * kPiece - int(begin % kPiece);
-        if (row >= rows() || column >= width) continue;
-        const u32 from = results + i / kPieces * kResultRow + i % kPieces * 16;
-        Element* to = static_cast<Element*>(params.y) + begin + column;
-        if (column >= 0 && column + kPiece <= width) {
-          store_words<16>(to, load_words<16>(from));
-        } else {
-          UNROLL for (int e = 0; e < kPiece; e += kEdge)
-            if (column + e >= 0 && column + e < width)
-              store_words<Pass::EDGE>(to + e, load_words<Pass::EDGE>(from + e * kSize));
-        }
-      }
+      move_rows(tile, half, [&](i64 to, u32 at) { store_words<16>(y + to, load_words<16>(at)); },
+                [&](i64 to, u32 at) { store_words<Pass::EDGE>(y + to, load_words<Pass::EDGE>(at)); });
+    }
+  }
+  template <int BYTES> static DEVICE void fetch(u32 to, const Element* from) {
+    u32 x[BYTES < 4 ? 1 : BYTES / 4];
+    load_global<BYTES>(from, x, true);
+    if constexpr (BYTES == 16)
+      store_u32x4(to, x);
+    else if constexpr (BYTES == 2)
+      store_shared(to, u16(x[0]));
+    else
+      UNROLL for (int i = 0; i < BYTES / 4; ++i) store_shared(to + i * 4, x[i]);
+  }
+  DEVICE void load_rows(Held& held, const Tile& tile) const {
+    const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
+    UNROLL for (int half = 0; half < 2; ++half) {
+      __syncwarp();
+      move_rows(tile, half, [&](i64 from, u32 at) { fetch<16>(at, state + from); },
+                [&](i64 from, u32 at) { fetch<Pass::EDGE>(at, state + from); });
+      __syncwarp();
+      move_pairs(tile, half, [&](u32 at, int i) {
+        if constexpr (!kPacked)
+          held[0][i] = load_u32(at), held[0][i + 1] = load_u32(at + 4);
+        else if constexpr (Pass::EDGE >= 4)
+          held[0][i] = load_u32(at);
+        else
+          held[0][i] = load_u16(at) | u32(load_u16(at + 2)) << 16;
+      });
     }
   }
 
@@ -802,7 +840,10 @@ template <class Pass> struct Wide {
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
       const Tile tile = tile_of(n);
       Held held;
-      if constexpr (Pass::BESIDE >= 0) load_beside(held, tile);
+      if constexpr (Pass::BESIDE >= 0 && Pass::STAGED)
+        load_rows(held, tile);
+      else if constexpr (Pass::BESIDE >= 0)
+        load_beside(held, tile);
       UNROLL for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
