@@ -322,7 +322,7 @@ def test_who_splits_a_weight_waits_for_each_round_of_its_rows() -> None:
         (product,) = products(Chain.of(LayerSpec("kronecker", (p,), (64,)), False, "identity"), "float32")
         made = wide.tile(product, BATCHES[1], gpu)
         assert made is not None and made.splits
-        us.append(wide.split_us(made))
+        us.append(wide.prepared_us(made))
     assert us[1] - us[0] == pytest.approx(2 * (5 - 1) * gpu.rates.wait_us)
 
 
