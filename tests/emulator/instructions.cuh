@@ -226,6 +226,7 @@ inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
   emulator::copy(to, from, BYTES, present ? BYTES : 0);
 }
+inline void copy_bytes(u32 to, const void* from, int bytes) { emulator::copy(to, from, 16, bytes); }
 template <int BYTES, class Element>
 inline void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {
   if (!wanted) return;

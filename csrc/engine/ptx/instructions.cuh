@@ -299,6 +299,10 @@ template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool prese
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(size) : "memory");
 }
+// 16 bytes, of which so many are read, and the others zeros
+DEVICE void copy_bytes(u32 to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 // Nothing if it is not `wanted`: one branch for many copies would part them from the products. 2 BYTES are no copy, but
 // there at once.
 template <int BYTES, class Element> DEVICE void copy_async_if(u32 to, const Element* from, bool present, bool wanted) {

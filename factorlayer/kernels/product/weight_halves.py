@@ -1,4 +1,4 @@
-"""The pass that puts weights of wide products in order, those of floats split, others padded: weight_halves.cuh."""
+"""The pass that puts weights of wide products in order, those of floats split, others shifted: weight_halves.cuh."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeVar
 
 from factorlayer.device.code import Long, constants
 from factorlayer.kernels.passes import Preparing
-from factorlayer.kernels.product.wide import Wide
+from factorlayer.kernels.product.wide import PIECE, Wide
 
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
 class WeightHalves(Preparing):
-    """The pass that splits weights into halves, or pads them, for all passes of a plan that want that; these count its
-    time as theirs."""
+    """The pass that splits weights into halves, or shifts them, for all passes of a plan that want that; these count
+    its time as theirs."""
 
     of: tuple[Wide, ...]
 
@@ -39,7 +39,7 @@ class WeightHalves(Preparing):
         return min(-(-threads // self.threads), 2 * self.of[0].gpu.sms)
 
     def __str__(self) -> str:
-        return f"weights {'split' if self.of[0].splits else 'padded'}: {self.prepared_bytes} bytes"
+        return f"weights {'split' if self.of[0].splits else 'shifted'}: {self.prepared_bytes} bytes"
 
     @property
     def told(self) -> list[str]:
@@ -47,6 +47,9 @@ class WeightHalves(Preparing):
         for i, p in enumerate(self.of):
             told = {"WEIGHT": p.product.contraction.weight, "P": p.product.contraction.p, "ROWS": p.weight_rows}
             told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
+            block = p.product.contraction.p if p.product.groups > 1 else p.x_term
+            told |= {"EVERY": p.every, "Q": p.product.contraction.q}
+            told |= {"X_ROW": p.row % PIECE, "X_TERM": p.x_term % PIECE, "X_BLOCK": block % PIECE}
             told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
             lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
         calls = " ".join(_put(p, i) for i, p in enumerate(self.of))
@@ -54,8 +57,7 @@ class WeightHalves(Preparing):
 
 
 def _put(wide: Wide, number: int) -> str:
-    how = f"split<W{number}>" if wide.splits else f"pad<W{number}, u{8 * wide.product.size}>"
-    return f"c.template {how}();"
+    return f"c.template {'split' if wide.splits else 'shift'}<W{number}>();"
 
 
 def with_halves(

@@ -1,7 +1,7 @@
 """Passes of one contraction by rows on Hopper's warpgroup instructions: wide.cuh, its tiles and source.
 
-Products, groups and layouts are those of streamed.py. Rows that 16 bytes do not divide come by smaller pieces, or by
-the copy engine, several of them as one row of a map; then another pass pads the weight.
+Products, groups and layouts are those of streamed.py. Rows that 16 bytes do not divide come by smaller pieces; or whole
+ones that hold them, of rows that begin at the same place in theirs, which another pass shifts the weight to.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
-LARGEST = 1 << 31  # of a map's size
+PIECE = 8  # elements of 16 bits that are copied at once
 MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
@@ -44,8 +44,7 @@ SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
 class Wide(Pass):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
-    With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else, and where
-    the copy engine brings x, that is.
+    With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
     `us` is the time predicted.
     """
 
@@ -62,7 +61,7 @@ class Wide(Pass):
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
-    boxed: bool = False  # x comes by the copy engine
+    shifted: bool = False  # x comes by pieces of 16 bytes, wherever its rows begin in them
 
     def from_the_end(self) -> Wide:
         """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
@@ -74,26 +73,25 @@ class Wide(Pass):
 
     @property
     def rows(self) -> int:
-        return self.n if self.is_turned else 64 * self.consumers
+        return self.n if self.product.size == 4 else 64 * self.consumers
 
     @property
     def columns(self) -> int:
-        return 64 * self.consumers if self.is_turned else self.n
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether the weights are operand A."""
-        return self.product.size == 4 and not self.boxed
+        return 64 * self.consumers if self.product.size == 4 else self.n
 
     @property
     def splits(self) -> bool:
         return self.product.dtype == "float32"
 
     @property
-    def boxes(self) -> int:
-        """Rows of x that are one row of a map, whose length 16 bytes divide; 0 where they come otherwise."""
-        piece = 16 // self.product.size
-        return piece // math.gcd(piece, self.row) if self.boxed else 0
+    def every(self) -> int:
+        """Rows of x from one of a tile to its next."""
+        return PIECE // math.gcd(PIECE, self.row) if self.shifted else 1
+
+    @property
+    def shift(self) -> int:
+        """What divides all places in a piece where rows begin; 0 where each begins one."""
+        return math.gcd(PIECE, self.product.contraction.p) if self.shifted else 0
 
     @property
     def row(self) -> int:
@@ -102,12 +100,16 @@ class Wide(Pass):
         return p.contraction.p if p.outer > 1 else p.terms_in * p.x_features
 
     @property
+    def x_term(self) -> int:
+        """And from one term to the next, where each has a state of its own."""
+        return self.product.x_features if self.product.terms_in > 1 else 0
+
+    @property
     def is_staged(self) -> bool:
         """Whether results go through shared memory, since threads would store small pieces of their rows."""
         p = self.product
         apart = p.fast == 1 or p.b == p.contraction.q
-        odd = self.boxed if p.size == 4 else p.contraction.q * p.size % 16 > 0
-        return odd and apart and self.held == 1
+        return p.size == 2 and p.contraction.q % PIECE > 0 and apart and self.held == 1
 
     @property
     def parts(self) -> int:
@@ -126,7 +128,8 @@ class Wide(Pass):
     @property
     def chunks(self) -> int:
         """Chunks of a row of the weight."""
-        return -(-self.product.contraction.p // self.slab)
+        behind = PIECE - self.shift if self.shifted else 0
+        return -(-(self.product.contraction.p + behind) // self.slab)
 
     @property
     def part(self) -> int:
@@ -145,8 +148,8 @@ class Wide(Pass):
 
     @property
     def halves_bytes(self) -> int:
-        """Of a weight that another pass puts in order: split, or padded."""
-        return self.summed * self.weight_rows * self.chunks * 128 * self.parts
+        """Of a weight that another pass puts in order: split, or shifted."""
+        return self.every * self.summed * self.weight_rows * self.chunks * 128 * self.parts
 
     @property
     def scale_bytes(self) -> int:
@@ -185,10 +188,10 @@ class Wide(Pass):
 
     @property
     def tiles(self) -> int:
-        """Tiles for each tile of rows."""
+        """Tiles for each tile of rows, or for EVERY of them together."""
         p = self.product
         groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
-        return -(-p.contraction.q // self.columns) * groups * p.terms_out
+        return -(-p.contraction.q // self.columns) * groups * p.terms_out * self.every
 
     @property
     def threads(self) -> int:
@@ -207,7 +210,7 @@ class Wide(Pass):
     @property
     def copy(self) -> int:
         """Bytes of one access to x, and to weights that no other pass has prepared."""
-        return 16 if self.boxed else math.gcd(16, self.product.contraction.p * self.product.size)
+        return 16 if self.shifted else math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
     def store(self) -> int:
@@ -233,7 +236,8 @@ class Wide(Pass):
     def _is_small(self) -> bool:
         """Whether blocks have to be found along y of the grid."""
         rows = self.batch * self.product.outer
-        return -(-rows // max(1, self.rows // self.tiles)) < min(self.gpu.sms, -(-rows // self.rows) * self.tiles)
+        each = self.rows * self.every
+        return -(-rows // max(1, each // self.tiles)) < min(self.gpu.sms, -(-rows // each) * self.tiles)
 
     @property
     def split(self) -> int:
@@ -246,7 +250,8 @@ class Wide(Pass):
     @property
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
-        return self.rows if self._is_small else max(1, self.rows // self.tiles)
+        each = self.rows * self.every
+        return each if self._is_small else max(1, each // self.tiles)
 
     @property
     def chunk_bytes(self) -> int:
@@ -254,20 +259,7 @@ class Wide(Pass):
 
     @property
     def reads_prepared(self) -> bool:
-        return self.splits or self.boxed
-
-    @property
-    def most_samples(self) -> int:
-        return LARGEST // self.product.outer if self.boxed else 0
-
-    @property
-    def maps(self) -> tuple[str, ...]:
-        """The map of x, of more rows than there are: what its boxes have lies in the tensor."""
-        if not self.boxed:
-            return ()
-        row = self.boxes * self.row
-        x = (row, 1, self.product.outer, 1, 1), (row,) * 4, (self.slab, 1, self.rows // self.boxes, 1, 1)
-        return (tensor_map("x", self.product.dtype, *x),)
+        return self.splits or self.shifted
 
     @property
     def output_bytes(self) -> int:
@@ -305,14 +297,13 @@ class Wide(Pass):
         told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
-        told |= {"SLOTS": self.slots, "COPY": self.copy, "BOXES": self.boxes, "STORE": max(4, self.store)}
-        told |= {"STAGED": self.is_staged, "EDGE": self.store}
+        told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": max(4, self.store)}
+        told |= {"STAGED": self.is_staged, "EDGE": self.store, "EVERY": self.every, "SHIFT": self.shift}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
         told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
-        rounded = p.ours_in or self.boxed  # what comes of x
-        told |= {"ROUND_X": self.splits or (rounds and not rounded), "ROUND_Y": rounds and p.ours_out}
+        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
@@ -337,47 +328,46 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
-    for boxed in (False, True):
-        if c.p * size % 16 > 0 and product.dtype != "float32" if boxed else c.p * size % 4 == 0:
-            yield from _tilings(product, batch, gpu, boxed)
+    if c.p * size % 4 == 0:
+        yield from _tilings(product, batch, gpu, shifted=False)
+    if size == 2 and c.p % PIECE:
+        yield from _tilings(product, batch, gpu, shifted=True)
 
 
-def _tilings(product: Product, batch: int, gpu: Gpu, boxed: bool) -> Iterator[Wide]:
-    size, splits, turned = product.size, product.dtype == "float32", product.size == 4 and not boxed
-    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product, turned)):
-        if (consumers > 2 and (not turned or (held > 1 and not splits))) or (boxed and cluster > 1):
+def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[Wide]:
+    size, splits = product.size, product.dtype == "float32"
+    for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
+        if (consumers > 2 and (size == 2 or (held > 1 and not splits))) or (shifted and cluster > 1):
             continue
         deals = (size == 2 and cluster > 1) or (held > 1 and product.reads_beside)
         most = MOST_HELD[size] - (20 if deals else 0)  # an exchange, or a state dealt to groups, needs some, too
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         most = MOST_SPLIT[consumers] if splits else most
-        for n in _widths(product, run, turned):
+        for n in _widths(product, run):
             sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
             sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
-            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, boxed=boxed)
+            plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, shifted=shifted)
             if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
 
 
-def _widths(product: Product, run: int, turned: bool) -> list[int]:
+def _widths(product: Product, run: int) -> list[int]:
     """Widths of a tile: of samples, or of columns that leave little of the last tile empty."""
-    if turned:
+    if product.size == 4:
         return [8, 16, 32, 48, 64, 96, 128, 192, 256]
     q, step = product.contraction.q, 4 * run
     return sorted({-(-q // (tiles * step)) * step for tiles in range(-(-q // 256), q // step + 2)} - {0})[-32:]
 
 
-def _holdings(product: Product, turned: bool) -> Iterator[tuple[int, int, int]]:
+def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     """Groups held, columns in a run of a thread, blocks of a cluster: groups are held together where they take turns in
     y, since a sector of L2 that is stored in parts costs several times as much."""
     row, b, fast, q = 16 // product.size, product.b, product.fast, product.contraction.q
-    apart, by_pieces = fast == 1 or b == q, turned or product.size == 2
-    if apart and not turned and (q % row or not by_pieces):
+    turned, apart = product.size == 4, fast == 1 or b == q  # turned: a thread has two columns
+    if apart and not turned and q % row:
         yield 1, 2, 1  # through shared memory
-    elif by_pieces and (apart or b % 2 == 0):
+    elif apart or b % 2 == 0:
         yield 1, 2 if turned else row, 1
-    if not by_pieces:
-        return
     beside = product.reads_beside and product.dtype != "tf32"  # others are faster without, and slopes behind them
     if fast == 1 or row % b or b == row or (turned and b > 2) or beside:
         return
@@ -394,7 +384,7 @@ def _holdings(product: Product, turned: bool) -> Iterator[tuple[int, int, int]]:
 def time(plan: Wide) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
     product, gpu, size = plan.product, plan.gpu, plan.product.size
-    tiles = -(-plan.batch * product.outer // plan.rows) * plan.tiles
+    tiles = -(-plan.batch * product.outer // (plan.rows * plan.every)) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
     load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
@@ -404,7 +394,7 @@ def time(plan: Wide) -> float:
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in and not plan.boxed):
+    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
         read += 256 * plan.rows  # mixed or rounded in place
     if plan.copy < 16:  # a warp's copies touch two lines each
         rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
@@ -426,8 +416,8 @@ def time(plan: Wide) -> float:
 
 
 def prepared_us(plan: Wide) -> float:
-    """Microseconds of the pass that pads the weight, or splits it: a warp takes a row, for its largest number and once
-    more, and waits for each round of chunks."""
+    """Microseconds of the pass that shifts the weight, or splits it: a warp takes a row, for its largest number and
+    once more, and waits for each round of chunks."""
     rates = plan.gpu.rates
     if not plan.splits:
         return rates.behind_us + plan.halves_bytes / HALVES_BYTES

@@ -113,7 +113,7 @@ OF_PRODUCT_AND_SLOPES = (WIDE,)
 
 # Beside others' passes, which ask for them
 
-WEIGHT_HALVES = Family("Weights of wide products, split or padded", None, (WeightHalves,), "wide")
+WEIGHT_HALVES = Family("Weights of wide products, split or shifted", None, (WeightHalves,), "wide")
 REDUCTION = Family("Sums of blocks, added in order", None, (Reduction, Reductions), "gradients")
 FACTOR_GRADIENTS = Family("Factors that a pass has taken as one", None, (FactorGradients,), "gradients")
 BESIDE = (WEIGHT_HALVES, REDUCTION, FACTOR_GRADIENTS)

@@ -41,38 +41,33 @@
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
 
-struct Maps { TensorMap x; };
-
 template <class Pass> struct Wide {
   using Element = typename Pass::Element;
   static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize;
   static constexpr bool kPacked = kSize == 2;
   static constexpr int P = Pass::P, Q = Pass::Q, N = Pass::N, HELD = Pass::HELD, RUN = Pass::RUN, B = Pass::B;
-  static constexpr int FAST = Pass::FAST;
+  static constexpr int FAST = Pass::FAST, EVERY = Pass::EVERY;
   // Operand A is x, or the weights: those come through registers, where they are rounded to tf32.
-  static constexpr bool kBoxes = Pass::BOXES > 0, kTurned = kSize == 4 && !kBoxes, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
+  static constexpr bool kShifted = Pass::SHIFT > 0, kTurned = kSize == 4, kMixes = Pass::MIXED >= 0, kPrepares = Pass::ROUND_X || kMixes;
   static constexpr int M = 64 * Pass::CONSUMERS, kRows = kTurned ? N : M, kColumns = kTurned ? M : N;
   // A slab's k's. What is split comes in two parts of 128 bytes, which halves of both take the place of.
-  static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(P, kParts * 128 / kSize);
+  static constexpr int kMostShift = kShifted ? kPiece - Pass::SHIFT : 0, kRow = P + kMostShift;
+  static constexpr int kParts = Pass::SPLIT ? 2 : 1, kChunks = ceil_div(kRow, kParts * 128 / kSize);
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
   // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
-  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : kBoxes ? kChunks * kPart : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
+  static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : kShifted ? kChunks * kPart : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
   static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
-  static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS;
+  static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS * EVERY;
   static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
   // What copies x, and weights: bytes at once, lanes of a row, which then take another row for each round
   static constexpr int kCopy = Pass::COPY, kCopied = kCopy / kSize, kLanes = 128 / kCopy, kDown = 128 / kLanes;
-  static constexpr bool kPrepared = Pass::SPLIT || kBoxes;  // weights, by another pass
+  static constexpr bool kPrepared = Pass::SPLIT || kShifted;  // weights, by another pass
   static constexpr int kCopyWeight = kPrepared ? 16 : kCopy, kLanesWeight = 128 / kCopyWeight, kDownWeight = 128 / kLanesWeight;
-  // Columns of a row's last slab that the slab before had, so that a row ends where that ends: whole steps of products, and
-  // what is masked of the next one
-  static constexpr int kStep = 32 / kSize, kAgain = kBoxes ? kChunks * kPart - P : 0;
-  static constexpr int kSkipped = kAgain / kStep, kMasked = kAgain % kStep;
-  static_assert(!kBoxes || (!kPrepares && !Pass::CLUSTER && (kPacked || Pass::STAGED)));
+  static_assert(!kShifted || (kPacked && kCopy == 16 && !kPrepares && !Pass::CLUSTER));
   // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
@@ -81,23 +76,23 @@ template <class Pass> struct Wide {
   static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / kPiece + 1 | 1) * 16;
   static_assert(!Pass::STAGED || (!kTurned && HELD == 1 && !Pass::CLUSTER && (FAST == 1 || B == Q)));
 
+  static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
+
   struct Tile {
-    i64 first;  // row
+    i64 first;  // row; the others are EVERY behind one another
     int q, fast, slow, term;
   };
 
   const Params& params;
-  const Maps* const maps;  // or null
   const u32 memory;
   const Ring<Pass::SLOTS, kSlotBytes> slots;  // slabs of x and of the weight
   const int warpgroup;
   i64 tiles;
 
-  DEVICE Wide(const Params& p, const Maps& m) : Wide(p, &m) {}
-  DEVICE Wide(const Params& p, const Maps* m = nullptr)
-      : params(p), maps(m), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
+  DEVICE Wide(const Params& p)
+      : params(p), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
         warpgroup(uniform(threadIdx.x / 128)) {
-    tiles = (rows() + kRows - 1) / kRows * kTiles;
+    tiles = (rows() + kRows * EVERY - 1) / (kRows * EVERY) * kTiles;
   }
 
   DEVICE i64 rows() const { return params.batch * Pass::OUTER; }
@@ -112,10 +107,16 @@ template <class Pass> struct Wide {
   DEVICE Tile tile_of(i64 number) const {
     const i64 n = Pass::FROM_LAST ? tiles - 1 - number : number;  // L2 still has what the pass before has made last
     const i64 row_tiles = tiles / kTiles, from = n / (Pass::SPAN * kTiles) * Pass::SPAN;
-    const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), tile = rest / span;
-    const int columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);
-    return {(from + rest % span) * kRows, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
+    const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), each = rest / span;
+    const int tile = each / EVERY, columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);
+    return {(from + rest % span) * (kRows * EVERY) + each % EVERY, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
             further % (Pass::GROUPS / FAST), further / (Pass::GROUPS / FAST)};
+  }
+  // The row EVERY or more behind, of the tile's i-th
+  static DEVICE i64 row_at(const Tile& tile, int i) { return tile.first + i * EVERY; }
+  // Elements from the piece of 16 bytes in which rows of a tile begin to their first ones
+  static DEVICE int shift_of(const Tile& tile, int group, int term) {
+    return (u32(tile.first) * u32(kXRow) + u32(group) * P + u32(tile.term + term) * u32(Pass::X_TERM)) % kPiece;
   }
   // The weight of a group, which counts (outer, inner).
   static DEVICE int weight_of(const Tile& tile, int fast) {
@@ -137,7 +138,6 @@ template <class Pass> struct Wide {
     return Pass::STEP_B == 1 || kColumns % B == 0 || B % kColumns == 0;
   }
   static constexpr bool kEven = is_even();  // a thread's rows of the weight lie constants behind its first
-  static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
   static_assert(Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P, "rows of x lie evenly");
 
   // The slabs in the order in which they are used. Some of the producers take the pieces of a row, eight where these have 16
@@ -155,28 +155,30 @@ template <class Pass> struct Wide {
     at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
     const int piece = thread % kLanesWeight * (kCopyWeight / kSize), j = at.tile.q + column_of(thread / kLanesWeight);
     const int row = thread / kLanes;
-    at.x = static_cast<const Element*>(params.x) + (at.tile.first + row) * kXRow + i64(at.tile.term) * Pass::X_TERM;
+    at.x = static_cast<const Element*>(params.x) + row_at(at.tile, row) * kXRow + i64(at.tile.term) * Pass::X_TERM;
     at.x += thread % kLanes * kCopied;
-    at.left_x = int(min(rows() - at.tile.first, i64(kRows))) - row;
+    at.left_x = int(min((rows() - at.tile.first + EVERY - 1) / EVERY, i64(kRows))) - row;
     at.weight = static_cast<const Element*>(kPrepared ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
+    if constexpr (kShifted) at.weight += at.tile.first % EVERY * kWeights;
     at.left_weight = Q - j;
     if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread);
   }
+  static constexpr i64 kWeights = i64(Pass::TERMS) * (Pass::GROUPS > 1 ? Pass::GROUPS : Pass::TERM_BLOCKS) * Q * kWeightRow;  // of one shift
   // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
   DEVICE void fetch_beside(const Tile& tile, int thread) const {
     constexpr int kEach = HELD == FAST ? FAST : 1;  // numbers of a column, side by side
     constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns * kEach, kLine);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + feature(tile, tile.q, tile.fast);
     ROLL for (int i = thread; i < kRows * kLines; i += 128) {
-      const i64 row = tile.first + i / kLines;
+      const i64 row = row_at(tile, i / kLines);
       const int column = i % kLines * kLine;
       if (row < rows() && tile.q + column / kEach < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
     }
   }
   DEVICE void advance(Cursor& at, int thread) const {
     at.k += BK;
-    if (at.k < P) return;
+    if (at.k < kRow) return;
     at.k = 0;
     if (++at.term < Pass::TERMS) return;
     at.term = 0;
@@ -195,6 +197,7 @@ template <class Pass> struct Wide {
     const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
                                          (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
     const bool has_group = FAST % HELD == 0 || fast < FAST;
+    const int shift = kShifted ? shift_of(at.tile, int(group), at.term) : 0;
     UNROLL for (int part = 0; part < kParts; ++part) {
       const int k = part * kPart;
       const auto has = [&](int piece) {
@@ -202,10 +205,17 @@ template <class Pass> struct Wide {
       };
       const int left_x = has(thread % kLanes * kCopied) ? at.left_x : 0;
       const int left_weight = (kPrepared ? has_group : has(thread % kLanesWeight * (kCopyWeight / kSize))) ? at.left_weight : 0;
+      // What is behind the row becomes zeros; what is before it, in its first piece, is masked by those who multiply.
+      const int rest = (shift + P - at.k - thread % 8 * kPiece) * kSize, bytes = has_group && rest > 0 ? min(16, rest) : 0;
       const u32 to_x = slot + kX + part * N * 128 + place_of<kCopy>(thread);
-      UNROLL_BY(kTogether) for (int i = 0; i < (kBoxes ? 0 : ceil_div(kRows, kDown)); ++i)
-        if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
-          copy_async<kCopy>((to_x ^ (i * kDown & 7) << 4) + i * kDown * 128, x + (i * kDown * kXRow + k), i * kDown < left_x);
+      UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kRows, kDown); ++i) {
+        const u32 to = (to_x ^ (i * kDown & 7) << 4) + i * kDown * 128;
+        const Element* from = x + (i * kDown * EVERY * kXRow + k);
+        if constexpr (kShifted)
+          copy_bytes(to, from - shift, i * kDown < at.left_x ? bytes : 0);
+        else if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
+          copy_async<kCopy>(to, from, i * kDown < left_x);
+      }
       const u32 to_weight = slot + kWeight + part * M * 128 + place_of<kCopyWeight>(thread);
       UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kColumns, kDownWeight); ++i) {
         const int row = i * kDownWeight, column = column_of(row);
@@ -219,23 +229,6 @@ template <class Pass> struct Wide {
   template <int BYTES> static DEVICE u32 place_of(int thread) {
     const int byte = thread % (128 / BYTES) * BYTES;
     return swizzled(thread / (128 / BYTES), byte / 16) + byte % 16;
-  }
-  // x, whose rows 16 bytes do not divide, by the copy engine: BOXES of them are one row of a map, whose boxes have a row in
-  // each, the first ones, then the ones behind those. Nothing outside of the tensor is asked for, but for what lies before it.
-  static constexpr int kBoxRows = kRows / (kBoxes ? Pass::BOXES : 1);
-  static DEVICE int row_of_box(int r) { return kBoxes ? r % kBoxRows * Pass::BOXES + r / kBoxRows : r; }
-  DEVICE i64 first_row(const Tile& tile) const { return kBoxes ? min(tile.first, rows() - kRows) : tile.first; }
-  DEVICE void copy_boxes(const Cursor& at, u32 slot, u32 full) const {
-    constexpr int kEach = int(kXRow);
-    expect_bytes(full, kRows * 128);
-    const int fast = at.tile.fast + at.group, group = Pass::GROUPS == 1 || fast >= FAST ? 0 : weight_of(at.tile, fast);
-    const int column = (at.tile.term + at.term) * int(Pass::X_TERM) + group * P + min(at.k, P - kPart);
-    const i64 first = first_row(at.tile);
-    ROLL for (int i = 0; i < Pass::BOXES; ++i) {
-      const i64 row = first + i, above = row & ~i64(Pass::BOXES - 1);
-      const int place[5] = {int(row - above) * kEach + column, 0, int(above / Pass::BOXES), 0, 0};
-      load_box(slot + i * kBoxRows * 128, maps->x, place, full);
-    }
   }
   // What a thread has copied of x, to the nearest tf32.
   DEVICE void round(u32 from, int thread) const {
@@ -322,8 +315,6 @@ template <class Pass> struct Wide {
     };
     for (; is_in(at); advance(at, thread)) {
       slots.wait_until_empty(cursor);
-      if constexpr (kBoxes)
-        if (thread == 0) copy_boxes(at, memory + cursor.slot * kSlotBytes, slots.full(cursor.slot));
       copy_slab(at, thread, memory + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
         commit_copies();
@@ -381,14 +372,9 @@ template <class Pass> struct Wide {
   static DEVICE int down(int i) { return row() + i % 4 / 2 * 8; }
   static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
-  // The rows of y that a thread has in run m, and the first column. What another tile has, too, is no row of this one.
+  // The rows of y that a thread has in run m, and the first column.
   DEVICE i64 row_of(const Tile& tile, int m, int half) const {
-    if constexpr (kTurned) return tile.first + m * 8 + threadIdx.x % 4 * 2 + half;
-    return row_at(tile, row() + half * 8);
-  }
-  DEVICE i64 row_at(const Tile& tile, int r) const {
-    const i64 row = first_row(tile) + row_of_box(r);
-    return row < tile.first ? rows() : row;
+    return row_at(tile, kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
   }
   DEVICE int first_column(const Tile& tile, int m) const {
     return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
@@ -690,31 +676,31 @@ template <class Pass> struct Wide {
   }
   // One thread says that its warp has read a slab: if all did, it would cost a tenth of a tf32 pass.
   DEVICE void release(int slot) const {
-    if constexpr (kTurned || kMasked > 0) __syncwarp();
+    if constexpr (kTurned || kShifted) __syncwarp();
     slots.release(slot);
   }
 
-  // Of rows by boxes: the last slab of one has columns again, which are left out, and are zeros in the step that has others.
-  DEVICE void multiply_end(float (&sum)[N / 2], u32 (&a)[4], u32 slab, bool add) const {
-    if constexpr (kMasked > 0) {
-      load_left(a, slab, kSkipped);
-      UNROLL for (int i = 0; i < 4; ++i) {
-        const int column = i / 2 * kPiece + threadIdx.x % 4 * (4 / kSize);
-        a[i] = column >= kMasked ? a[i] : kPacked && column + 1 >= kMasked ? a[i] & 0xffff0000 : 0;
-      }
+  // Of rows that begin somewhere in a piece: what is before them is zeros in the first step's operand.
+  template <int STEPS, bool FIRST>
+  DEVICE void multiply_part(float (&sum)[N / 2], u32 (&a)[4], u32 slab, bool add, int shift) const {
+    if constexpr (FIRST) {
+      load_left(a, slab, 0);
+      const int column = threadIdx.x % 4 * 2;
+      UNROLL for (int i = 0; i < 2; ++i) a[i] = column >= shift ? a[i] : column + 1 >= shift ? a[i] & 0xffff0000 : 0;
       settle(a);
     }
     const u64 left = operand(slab + warpgroup * 8192), right = operand(slab + M * 128);
     open_products();
-    UNROLL for (int step = kSkipped; step < 4; ++step) {
-      if (kMasked > 0 && step == kSkipped)
-        Wgmma<Element, N>::multiply(sum, a, right + 2 * step, add);
+    UNROLL for (int step = 0; step < STEPS; ++step) {
+      if (FIRST && step == 0)
+        Wgmma<Element, N>::multiply(sum, a, right, add);
       else
-        Wgmma<Element, N>::multiply(sum, left + 2 * step, right + 2 * step, add || step > kSkipped);
+        Wgmma<Element, N>::multiply(sum, left + 2 * step, right + 2 * step, add || step > 0);
     }
     commit_products();
   }
-  DEVICE void add_up_boxes(float (&sum)[N / 2], Taking& at) const {
+  DEVICE void add_up_shifted(float (&sum)[N / 2], const Tile& tile, int group, Taking& at) const {
+    constexpr int kLast = ceil_div(kRow - (kChunks - 1) * kPart, 16), kFirst = kChunks > 1 ? 4 : kLast;  // steps
     u32 a[2][4];
     bool add = false;
     const auto take = [&](const auto& multiply) {
@@ -726,14 +712,14 @@ template <class Pass> struct Wide {
       }
       add = true;
     };
-    const auto take_end = [&](u32 (&a)[4]) { take([&](u32 slab) { multiply_end(sum, a, slab, add); }); };
-    const auto take_row = [&](u32 (&a)[4]) {
-      Left none;
-      ROLL for (int slab = 0; slab < kChunks - 1; ++slab) take([&](u32 from) { multiply(sum, none, from, add); });
-      take_end(a);
+    const auto take_row = [&](int term, u32 (&a)[4]) {
+      const int shift = shift_of(tile, group, term);
+      take([&](u32 slab) { multiply_part<kFirst, true>(sum, a, slab, add, shift); });
+      ROLL for (int i = 2; i < kChunks; ++i) take([&](u32 slab) { multiply_part<4, false>(sum, a, slab, add, shift); });
+      if constexpr (kChunks > 1) take([&](u32 slab) { multiply_part<kLast, false>(sum, a, slab, add, shift); });
     };
-    ROLL for (int term = 0; term < Pass::TERMS / 2 * 2; term += 2) take_row(a[0]), take_row(a[1]);
-    if constexpr (Pass::TERMS % 2) take_row(a[0]);
+    ROLL for (int term = 0; term < Pass::TERMS / 2 * 2; term += 2) take_row(term, a[0]), take_row(term + 1, a[1]);
+    if constexpr (Pass::TERMS % 2) take_row(Pass::TERMS - 1, a[0]);
     wait_for_products<0>();
     touch(sum);
     release(at.last);
@@ -849,8 +835,8 @@ template <class Pass> struct Wide {
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
-        } else if constexpr (kBoxes) {
-          add_up_boxes(sum, at);
+        } else if constexpr (kShifted) {
+          add_up_shifted(sum, tile, Pass::GROUPS > 1 ? weight_of(tile, tile.fast + h) : 0, at);
         } else {
           add_up(sum, at);
         }
@@ -868,8 +854,7 @@ template <class Pass> struct Wide {
   }
 
   DEVICE void run() const {
-    slots.init(kBoxes ? 129 : 128, Pass::CONSUMERS * 4);
-    if constexpr (kBoxes) fence_copy_engine();
+    slots.init(128, Pass::CONSUMERS * 4);
     if constexpr (Pass::CLUSTER) {
       if (threadIdx.x < kConsumers / 32)
         init_barrier(memory + kGot + threadIdx.x * 8, 32), init_barrier(memory + kFree + threadIdx.x * 8, 32);
