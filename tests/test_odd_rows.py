@@ -76,15 +76,21 @@ CASES: list[tuple[str, str, int, int, Tiling]] = [
     ("untied 0 6 69 39 1; bias", "bfloat16", 133, 4, (2, 40, 1, True)),
     ("untied 0 4 49 63 1; bias", "float16", 133, 4, (2, 64, 1, True)),
     ("untied 0 8 139 33 1; relu", "bfloat16", 133, 4, (1, 40, 1, True)),
+    ("rank 2; tied 0 1 45 39 1; bias; tf32", "tf32", 133, 4, (1, 32, 1, True)),
     ("rank 3; tied 0 1 75 40 1; bias", "bfloat16", 133, 4, (1, 64, 1, True)),
     ("turned; untied 0 1 139 96 4; bias", "bfloat16", 133, 4, (1, 96, 4, True)),
     ("turned; untied 0 2 45 64 8; bias; relu", "float16", 133, 4, (1, 32, 8, True)),
     ("turned; untied 0 2 46 64 8; bias; relu", "float16", 133, 4, (1, 32, 8, False)),
     ("turned; untied 0 1 50 48 4; relu; tf32", "tf32", 133, 4, (1, 32, 4, False)),
+    ("turned; untied 0 1 50 48 4; relu; tf32", "tf32", 133, 4, (1, 32, 4, True)),
     ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 64, 1, False)),
+    ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 64, 1, True)),
     ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, 1, False)),
+    ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, 1, True)),
     ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, False)),
+    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, True)),
     ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128, 1, False)),
+    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128, 1, True)),
 ]
 
 
@@ -164,7 +170,7 @@ def test_what_16_bytes_divide_comes_by_them() -> None:
         ("tied 0 1 139 200 1", "float16", {(16, 8)}),
         ("untied 0 8 139 139 1", "float16", {(16, 1)}),
         ("tied 0 1 140 139 1; tf32", "tf32", {(16, 1)}),
-        ("tied 0 1 139 139 1; tf32", "tf32", {(4, 1)}),
+        ("tied 0 1 139 139 1; tf32", "tf32", {(4, 1), (16, 4)}),
         ("tied 0 1 139 139 1", "float32", {(4, 1)}),
     ):
         assert {(t.copy, t.every) for t in wide.tilings(product_of(text, dtype), 16384, GPU)} == ways, text

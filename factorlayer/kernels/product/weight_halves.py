@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from factorlayer.device.code import Long, constants
 from factorlayer.kernels.passes import Preparing
-from factorlayer.kernels.product.wide import PIECE, Wide
+from factorlayer.kernels.product.wide import Wide
 
 Each = TypeVar("Each")
 
@@ -49,7 +49,7 @@ class WeightHalves(Preparing):
             told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
             block = p.product.contraction.p if p.product.groups > 1 else p.x_term
             told |= {"EVERY": p.every, "Q": p.product.contraction.q}
-            told |= {"X_ROW": p.row % PIECE, "X_TERM": p.x_term % PIECE, "X_BLOCK": block % PIECE}
+            told |= {"X_ROW": p.row % p.piece, "X_TERM": p.x_term % p.piece, "X_BLOCK": block % p.piece}
             told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
             lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
         calls = " ".join(_put(p, i) for i, p in enumerate(self.of))
@@ -57,7 +57,7 @@ class WeightHalves(Preparing):
 
 
 def _put(wide: Wide, number: int) -> str:
-    return f"c.template {'split' if wide.splits else 'shift'}<W{number}>();"
+    return f"c.template {f'split<W{number}>' if wide.splits else f'shift<W{number}, u{8 * wide.product.size}>'}();"
 
 
 def with_halves(

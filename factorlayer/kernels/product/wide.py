@@ -21,7 +21,6 @@ from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
-PIECE = 8  # elements of 16 bits that are copied at once
 MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
@@ -86,12 +85,17 @@ class Wide(Pass):
     @property
     def every(self) -> int:
         """Rows of x from one of a tile to its next."""
-        return PIECE // math.gcd(PIECE, self.row) if self.shifted else 1
+        return self.piece // math.gcd(self.piece, self.row) if self.shifted else 1
 
     @property
     def shift(self) -> int:
         """What divides all places in a piece where rows begin; 0 where each begins one."""
-        return math.gcd(PIECE, self.product.contraction.p) if self.shifted else 0
+        return math.gcd(self.piece, self.product.contraction.p) if self.shifted else 0
+
+    @property
+    def piece(self) -> int:
+        """Elements that are copied at once where 16 bytes are."""
+        return 16 // self.product.size
 
     @property
     def row(self) -> int:
@@ -109,7 +113,7 @@ class Wide(Pass):
         """Whether results go through shared memory, since threads would store small pieces of their rows."""
         p = self.product
         apart = p.fast == 1 or p.b == p.contraction.q
-        return p.size == 2 and p.contraction.q % PIECE > 0 and apart and self.held == 1
+        return p.size == 2 and p.contraction.q % self.piece > 0 and apart and self.held == 1
 
     @property
     def parts(self) -> int:
@@ -128,7 +132,7 @@ class Wide(Pass):
     @property
     def chunks(self) -> int:
         """Chunks of a row of the weight."""
-        behind = PIECE - self.shift if self.shifted else 0
+        behind = self.piece - self.shift if self.shifted else 0
         return -(-(self.product.contraction.p + behind) // self.slab)
 
     @property
@@ -330,7 +334,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     if c.p * size % 4 == 0:
         yield from _tilings(product, batch, gpu, shifted=False)
-    if size == 2 and c.p % PIECE:
+    if c.p * size % 16 and product.dtype != "float32":
         yield from _tilings(product, batch, gpu, shifted=True)
 
 

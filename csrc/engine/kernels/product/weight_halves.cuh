@@ -2,8 +2,8 @@
 // bytes, the high halves of 64 k's and the low ones, where each two neighbours are one of either part of the chunk, and what
 // scales a row. Terms that are summed have one scale for each of their rows.
 //
-// Those of 16 bits that are multiplied by rows which begin somewhere in a piece of 16 bytes (wide.cuh) become EVERY weights, for
-// EVERY rows of x behind one another: rows of CHUNKS times 64 k's with as many zeros first as such a row of x has of others.
+// Those that are multiplied by rows which begin somewhere in a piece of 16 bytes (wide.cuh) become EVERY weights, for
+// EVERY rows of x behind one another: rows of CHUNKS times 128 bytes with as many zeros first as such a row of x has of others.
 //
 // Pass: THREADS, weights(c), which calls split or pad of each weight. Weight: WEIGHT (the parameter that it is), P, ROWS, TERMS, PART (k's) and
 // CHUNKS, AT and SCALES (where its rows lie, and their scales).
@@ -55,16 +55,17 @@ template <class Pass> struct WeightHalves {
     }
   }
   // A thread takes 16 bytes.
-  template <class W> DEVICE void shift() const {
-    constexpr int kPieces = W::CHUNKS * 8;
+  template <class W, class Element> DEVICE void shift() const {
+    constexpr int kPieces = W::CHUNKS * 8, kPiece = 16 / sizeof(Element), kEach = 4 / sizeof(Element);
     constexpr i64 kRows = i64(W::TERMS) * W::ROWS;
-    const u16* weight = static_cast<const u16*>(params.weights[W::WEIGHT]);
+    const Element* weight = static_cast<const Element*>(params.weights[W::WEIGHT]);
     ROLL for (i64 i = blockIdx.y * Pass::THREADS + threadIdx.x; i < W::EVERY * kRows * kPieces; i += gridDim.y * Pass::THREADS) {
       const int row = int(i / kPieces % kRows), of_x = int(i / kPieces / kRows), block = row % W::ROWS / W::Q;
-      const int k = int(i % kPieces) * 8 - ((of_x * W::X_ROW + row / W::ROWS * W::X_TERM + block * W::X_BLOCK) & 7);
+      const int shift = (of_x * W::X_ROW + row / W::ROWS * W::X_TERM + block * W::X_BLOCK) % kPiece;
+      const int k = int(i % kPieces) * kPiece - shift;
       u32 words[4] = {};
-      UNROLL for (int e = 0; e < 8; ++e)
-        if (k + e >= 0 && k + e < W::P) words[e / 2] |= u32(weight[i64(row) * W::P + k + e]) << e % 2 * 16;
+      UNROLL for (int e = 0; e < kPiece; ++e)
+        if (k + e >= 0 && k + e < W::P) words[e / kEach] |= u32(weight[i64(row) * W::P + k + e]) << e % kEach * 16;
       store_global<16>(static_cast<char*>(params.y) + W::AT + i * 16, words);
     }
   }

@@ -67,7 +67,7 @@ template <class Pass> struct Wide {
   static constexpr int kCopy = Pass::COPY, kCopied = kCopy / kSize, kLanes = 128 / kCopy, kDown = 128 / kLanes;
   static constexpr bool kPrepared = Pass::SPLIT || kShifted;  // weights, by another pass
   static constexpr int kCopyWeight = kPrepared ? 16 : kCopy, kLanesWeight = 128 / kCopyWeight, kDownWeight = 128 / kLanesWeight;
-  static_assert(!kShifted || (kPacked && kCopy == 16 && !kPrepares && !Pass::CLUSTER));
+  static_assert(!kShifted || (kCopy == 16 && !kMixes && !Pass::SPLIT && !Pass::CLUSTER));
   // Behind the slots: scales of rows of x, barriers, and what a block of two is given by the other
   static constexpr int kScales = Pass::SLOTS * kSlotBytes, kScaleBytes = Pass::SPLIT ? N * 4 : 0;
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
@@ -205,16 +205,21 @@ template <class Pass> struct Wide {
       };
       const int left_x = has(thread % kLanes * kCopied) ? at.left_x : 0;
       const int left_weight = (kPrepared ? has_group : has(thread % kLanesWeight * (kCopyWeight / kSize))) ? at.left_weight : 0;
-      // What is behind the row becomes zeros; what is before it, in its first piece, is masked by those who multiply.
+      // What is behind the row becomes zeros, as does what is before it, in its first piece, but for 16 bits: these are masked by
+      // those who multiply.
       const int rest = (shift + P - at.k - thread % 8 * kPiece) * kSize, bytes = has_group && rest > 0 ? min(16, rest) : 0;
       const u32 to_x = slot + kX + part * N * 128 + place_of<kCopy>(thread);
       UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kRows, kDown); ++i) {
         const u32 to = (to_x ^ (i * kDown & 7) << 4) + i * kDown * 128;
         const Element* from = x + (i * kDown * EVERY * kXRow + k);
-        if constexpr (kShifted)
-          copy_bytes(to, from - shift, i * kDown < at.left_x ? bytes : 0);
-        else if (kRows % kDown == 0 || is_whole<kRows>(i, thread))
+        if (kRows % kDown && !is_whole<kRows>(i, thread)) continue;
+        if constexpr (!kShifted)
           copy_async<kCopy>(to, from, i * kDown < left_x);
+        else if (kPacked || at.k > 0 || thread % 8 > 0)
+          copy_bytes(to, from - shift, i * kDown < at.left_x ? bytes : 0);
+        else
+          UNROLL for (int word = 0; word < 4; ++word)
+            copy_async<4>(to + word * 4, from - shift + word, i * kDown < at.left_x && word >= shift && word * 4 < bytes);
       }
       const u32 to_weight = slot + kWeight + part * M * 128 + place_of<kCopyWeight>(thread);
       UNROLL_BY(kTogether) for (int i = 0; i < ceil_div(kColumns, kDownWeight); ++i) {
@@ -636,7 +641,7 @@ template <class Pass> struct Wide {
   }
 
   // A slab: 32 bytes of k at once.
-  static constexpr int kSteps = ceil_div((P < kPart ? P : kPart) * kSize, 32);
+  static constexpr int kSteps = ceil_div((kRow < kPart ? kRow : kPart) * kSize, 32);
   using Left = u32[kSteps][4];
   // This warp's part of operand A.
   DEVICE void load_left(u32 (&a)[4], u32 slab, int step) const {
@@ -835,7 +840,7 @@ template <class Pass> struct Wide {
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
-        } else if constexpr (kShifted) {
+        } else if constexpr (kShifted && kPacked) {
           add_up_shifted(sum, tile, Pass::GROUPS > 1 ? weight_of(tile, tile.fast + h) : 0, at);
         } else {
           add_up(sum, at);
