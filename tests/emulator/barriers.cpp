@@ -191,6 +191,7 @@ void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t b
   hesitate();
   if (offset_of(to) % 1024) error("a box to %u, which should be a multiple of 1024", offset_of(to));
   const int size = map.is_tf32 ? 4 : 2, columns = 128 / size;
+  if (at[0] * size % 16) error("a box from byte %d of a row: an illegal instruction", at[0] * size);
   if (map.box[0] != columns) error("a box with rows of %ld elements", long(map.box[0]));
   const auto made = std::make_shared<vector<u8>>();
   int64_t i[5] = {};
@@ -202,11 +203,9 @@ void bring_box(uint32_t to, const TensorMap& map, const int (&at)[5], uint32_t b
       inside &= at[d] + i[d] >= 0 && at[d] + i[d] < map.sizes[d];
     }
     u32 row[32] = {};
-    const int64_t first = std::max(0, -at[0]), last = std::min<int64_t>(columns, map.sizes[0] - at[0]);
-    if (inside && first < last) {
-      check_global("a box", from + first * size, u32((last - first) * size), false, size);
-      memcpy(reinterpret_cast<u8*>(row) + first * size, from + first * size, (last - first) * size);
-    }
+    const int64_t here = inside ? std::max<int64_t>(0, std::min<int64_t>(columns, map.sizes[0] - at[0])) * size : 0;
+    if (here) check_global("a box", from, u32(here), false, 16);
+    memcpy(row, from, here);
     const size_t number = made->size() / 128;
     made->resize(made->size() + 128);
     for (int k = 0; k < 32; ++k) {

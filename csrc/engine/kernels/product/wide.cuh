@@ -204,7 +204,9 @@ template <class Pass> struct Wide {
         return (P % BK == 0 || at.k + k + piece < P) && (kPart * kSize == 128 || piece < kPart) && has_group;
       };
       const int left_x = has(thread % kLanes * kCopied) ? at.left_x : 0;
-      const int left_weight = (kPrepared ? has_group : has(thread % kLanesWeight * (kCopyWeight / kSize))) ? at.left_weight : 0;
+      const int piece = thread % kLanesWeight * (kCopyWeight / kSize);
+      const bool has_weight = kShifted ? has_group && at.k + piece < kRow : Pass::SPLIT ? has_group : has(piece);
+      const int left_weight = has_weight ? at.left_weight : 0;
       // What is behind the row becomes zeros, as does what is before it, in its first piece, but for 16 bits: these are masked by
       // those who multiply.
       const int rest = (shift + P - at.k - thread % 8 * kPiece) * kSize, bytes = has_group && rest > 0 ? min(16, rest) : 0;
