@@ -34,6 +34,8 @@ PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 # And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
 WHOLE_ROWS = 0.05
+# Until a slab of rows that 16 bytes do not divide has come, and is rounded: 254 → 254, 139 → 200, 375 → 393 on one H100
+SHIFTED_US, PIECES_US = 3.1, 5.2
 # Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor, chunks that a warp has asked for
 # before it waits, and bytes of halves that all of them write in a microsecond
 SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
@@ -186,6 +188,11 @@ class Wide(Pass):
         return self.slots * (self.slot_bytes + self.stage_extra) + self.exchange_bytes + self.result_bytes + 1024
 
     @property
+    def ahead(self) -> int:
+        """Slabs on their way to producers who round, split or mix them."""
+        return max(1, min(4, self.slots - 2))
+
+    @property
     def slabs(self) -> int:
         """Slabs of a tile and group."""
         return self.summed * self.chunks
@@ -294,9 +301,13 @@ class Wide(Pass):
         return wgmma("float16" if self.splits else self.product.dtype, {self.n})
 
     @property
+    def rounds(self) -> bool:
+        """Whether producers round x to tf32."""
+        return self.product.dtype == "tf32" and not self.product.ours_in
+
+    @property
     def told(self) -> list[str]:
         p = self.product
-        rounds = p.dtype == "tf32"
         more, fewer = self.registers
         told: Told = {"Element": ELEMENT[p.dtype], **p.told}
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
@@ -304,10 +315,10 @@ class Wide(Pass):
         told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": max(4, self.store)}
         told |= {"STAGED": self.is_staged, "EDGE": self.store, "EVERY": self.every, "SHIFT": self.shift}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
-        told |= {"AHEAD": max(1, min(4, self.slots - 2)), "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
-        told |= {"ROUND_X": self.splits or (rounds and not p.ours_in), "ROUND_Y": rounds and p.ours_out}
+        told |= {"ROUND_X": self.splits or self.rounds, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
         if p.reads_beside:
             activation = (gradient if p.slope else gradient_by_result)(p.activation, p.dtype, "Activation")
         else:
@@ -398,15 +409,17 @@ def time(plan: Wide) -> float:
     if plan.splits:
         products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
         read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.mixed >= 0 or (product.dtype == "tf32" and not product.ours_in):
+    elif product.mixed >= 0 or plan.rounds:
         read += 256 * plan.rows  # mixed or rounded in place
     if plan.copy < 16:  # a warp's copies touch two lines each
         rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
         load += 2 * LINE_CYCLES * 128 * rows / (32 * plan.copy) / gpu.rates.cycles
+    if plan.rounds and (plan.shifted or plan.copy < 16):
+        load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.ahead)
     slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    at_once = product.fast == 1 and size == 4
+    at_once = (product.fast == 1 or product.b == product.contraction.q) and size == 4
     store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
