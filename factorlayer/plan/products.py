@@ -14,11 +14,12 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
+from factorlayer.kernels.product.wide import Wide
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import fastest
-from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN
+from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN, STREAMED
 
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
@@ -92,14 +93,24 @@ def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, las
     (made,) = fastest(OF_PRODUCT, product, batch, gpu, first=first, last=last)
     if product.contraction.tied or not BATCHES[0] < batch <= BATCHES[1]:
         return made
+    batches = batches_of(product, batch)
+    if _prepares(made):
+        made = min((made, *fastest((STREAMED,), product, batch, gpu)), key=lambda each: _together(each, batches))
     of_few = fastest(OF_PRODUCT_OF_SOME, product, batch, gpu, first=first, last=last)
-    return of_few[0] if of_few and _is_faster(of_few[0], made, batches_of(product, batch)) else made
+    return of_few[0] if of_few and _is_faster(of_few[0], made, batches) else made
+
+
+def _prepares(made: Pass) -> bool:
+    """Whether it waits for its weight, however few samples there are, and has tiles of many rows."""
+    return isinstance(made, Wide) and made.shifted
+
+
+def _together(made: Pass, batches: tuple[int, ...]) -> float:
+    return math.prod(made.us_of(batch) for batch in batches)
 
 
 def _is_faster(of_few: Pass, other: Pass, batches: tuple[int, ...]) -> bool:
-    """For all numbers of samples together; or for each, where the other one is made for many."""
-    us = [of_few.us_of(batch) for batch in batches]
-    others = [other.us_of(batch) for batch in batches]
-    if family_of(other).last:
-        return math.prod(us) < math.prod(others)
-    return all(mine < another for mine, another in zip(us, others, strict=True))
+    """For all numbers of samples together; or for each, where the other one is made for many, and not slow for few."""
+    if family_of(other).last or _prepares(other):
+        return _together(of_few, batches) < _together(other, batches)
+    return all(of_few.us_of(batch) < other.us_of(batch) for batch in batches)

@@ -354,6 +354,21 @@ template <class Pass> struct Wide {
   }
   // Of 16 bits and one group, those of a thread's columns lie side by side.
   static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1 && !Pass::STAGED;
+  // Where results go through shared memory, they wait there, as floats, while products are made.
+  static constexpr bool kBiasesStaged = Pass::BIAS && Pass::STAGED && Pass::OUTER == 1;
+  DEVICE void stage_biases(const Tile& tile) const {
+    __syncwarp();
+    ROLL for (int i = threadIdx.x % 32; i < N; i += 32)
+      store_shared(results() + i * 4, __float_as_uint(bias_at(tile, 0, tile.q + i, tile.fast)));
+    __syncwarp();
+  }
+  DEVICE void add_staged_biases(float (&sum)[N / 2]) const {
+    UNROLL for (int n = 0; n < N / 8; ++n) {
+      u32 bias[2];
+      load_u32x2(results() + n * 32 + threadIdx.x % 4 * 8, bias);
+      UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += __uint_as_float(bias[i % 2]);
+    }
+  }
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
     UNROLL for (int m = 0; m < kRuns; ++m) {
@@ -400,8 +415,9 @@ template <class Pass> struct Wide {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
     if constexpr (kBiasesByCells) add_biases(sum, tile);
+    if constexpr (kBiasesStaged) add_staged_biases(sum);
     UNROLL for (int i = 0; i < N / 2; ++i) {
-      if constexpr (Pass::BIAS && !kBiasesByCells) {
+      if constexpr (Pass::BIAS && !kBiasesByCells && !kBiasesStaged) {
         const int column = column_of(kTurned ? down(i) : across(i));
         sum[i] += bias_at(tile, row_of(tile, i / 4, kTurned ? i % 2 : i % 4 / 2), tile.q + column, tile.fast + group);
       }
@@ -837,6 +853,7 @@ template <class Pass> struct Wide {
         load_rows(held, tile);
       else if constexpr (Pass::BESIDE >= 0)
         load_beside(held, tile);
+      if constexpr (kBiasesStaged) stage_biases(tile);
       UNROLL for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         if constexpr (Pass::SPLIT) {
