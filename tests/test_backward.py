@@ -675,8 +675,9 @@ def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> No
         alone = plan(Chain((), activation="elu", through=q), dtype, batch, Gpu.of(90))
         # Of few samples another family makes the product
         assert plain.us < found.us and (batch < BATCHES[-1] or found.us < plain.us + alone.us)
-    with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
-        plan(replace(Chain.of(kronecker((5,), (8,)), False, "relu"), through=8), "bfloat16", BATCHES[2], Gpu.of(90))
+    for p, q, dtype in ((5, 8, "bfloat16"), (64, 136, "float64"), (139, 72, "tf32")):
+        with pytest.raises(PlanError, match="no pass makes the product and the slopes"):
+            plan(replace(Chain.of(kronecker((p,), (q,)), False, "relu"), through=q), dtype, BATCHES[2], Gpu.of(90))
 
 
 def test_a_product_and_its_slopes_are_one_plan_where_the_last_pass_makes_both() -> None:

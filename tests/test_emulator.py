@@ -1575,8 +1575,7 @@ SLOPES = [
     (1, 64, 64, "bfloat16", trace(torch.nn.Mish())[0].program, 70, MEDIUM),
     (3, 40, 13, "bfloat16", "relu", 65, LARGE),
     (1, 139, 71, "bfloat16", "gelu", 70, LARGE),
-    (1, 46, 60, "float16", "sine", 131, LARGE),
-    (2, 45, 27, "tf32", "gelu", 67, LARGE),
+    (2, 94, 76, "float16", "sine", 67, LARGE),
 ]
 
 
@@ -1811,7 +1810,7 @@ THROUGH = [
     (1, 100, 98, "float32", "tanh", 70, MEDIUM),
     (1, 64, 64, "bfloat16", trace(torch.nn.SELU())[0].program, 70, MEDIUM),
     (1, 139, 71, "bfloat16", "relu", 131, LARGE),
-    (2, 45, 30, "tf32", "elu", 67, LARGE),
+    (2, 94, 75, "float16", "elu", 67, LARGE),
 ]
 
 

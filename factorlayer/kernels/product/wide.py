@@ -21,6 +21,7 @@ from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 PRODUCERS = 128  # threads
 MIXED = 8  # of a mode before
+LEAST_BESIDE = 65  # features of odd rows: fewer, and such in tf32, take less by a product and the slopes behind it
 MOST_SLOTS = 8
 MOST_HELD = {2: 192, 4: 160}  # registers of a thread's sums and results, by bytes of an element
 REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a producer's thread, where not what all get
@@ -343,9 +344,12 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
+    odd = c.p * size % 16 > 0 and product.dtype != "float32"
+    if product.reads_beside and odd and (size > 2 or min(c.p, c.q) < LEAST_BESIDE):
+        return
     if c.p * size % 4 == 0:
         yield from _tilings(product, batch, gpu, shifted=False)
-    if c.p * size % 16 and product.dtype != "float32":
+    if odd:
         yield from _tilings(product, batch, gpu, shifted=True)
 
 
