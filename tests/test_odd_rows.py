@@ -87,10 +87,10 @@ CASES: list[tuple[str, str, int, int, Tiling]] = [
     ("tied 0 1 139 200 1; bias; tf32", "tf32", 203, 2, (2, 64, 1, True)),
     ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, 1, False)),
     ("tied 0 1 254 254 1; bias; relu; tf32", "tf32", 203, 2, (2, 128, 1, True)),
-    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, False)),
-    ("untied 0 5 69 37 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, True)),
-    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128, 1, False)),
-    ("untied 0 3 38 71 1; tf32", "tf32", 133, 4, (2, 128, 1, True)),
+    ("untied 0 5 69 38 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, False)),
+    ("untied 0 5 69 38 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, True)),
+    ("untied 0 3 38 70 1; tf32", "tf32", 133, 4, (2, 128, 1, False)),
+    ("untied 0 3 38 70 1; tf32", "tf32", 133, 4, (2, 128, 1, True)),
 ]
 
 

@@ -385,7 +385,7 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
     turned, apart = product.size == 4, fast == 1 or b == q  # turned: a thread has two columns
     if apart and not turned and q % row:
         yield 1, 2, 1  # through shared memory
-    elif apart or b % 2 == 0:
+    elif fast == 1 or b % 2 == 0:
         yield 1, 2 if turned else row, 1
     beside = product.reads_beside and product.dtype != "tf32"  # others are faster without, and slopes behind them
     if fast == 1 or row % b or b == row or (turned and b > 2) or beside:
@@ -423,7 +423,7 @@ def time(plan: Wide) -> float:
     slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
-    at_once = (product.fast == 1 or product.b == product.contraction.q) and size == 4
+    at_once = product.fast == 1 and size == 4
     store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
