@@ -189,6 +189,11 @@ class Pass:
             raise NotImplementedError
         return self
 
+    @property
+    def is_for_many(self) -> bool:
+        """Whether others may be faster with fewer samples of a class than it is chosen for."""
+        return False
+
     def us_of(self, batch: int) -> float:
         """Predicted microseconds for another number of samples than its tiling was chosen for."""
         raise NotImplementedError

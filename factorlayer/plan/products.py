@@ -14,7 +14,6 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
-from factorlayer.kernels.product.wide import Wide
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.registry import family_of
@@ -94,16 +93,10 @@ def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, las
     if product.contraction.tied or not BATCHES[0] < batch <= BATCHES[1]:
         return made
     batches = batches_of(product, batch)
-    if _has_odd_rows(made):
+    if made.is_for_many:
         made = min((made, *fastest((STREAMED,), product, batch, gpu)), key=lambda each: _together(each, batches))
     of_few = fastest(OF_PRODUCT_OF_SOME, product, batch, gpu, first=first, last=last)
     return of_few[0] if of_few and _is_faster(of_few[0], made, batches) else made
-
-
-def _has_odd_rows(made: Pass) -> bool:
-    """Whether it is of wide's for many samples, though others may be faster with few: rows that 16 bytes do not divide,
-    which it may wait for a weight for."""
-    return isinstance(made, Wide) and not made.splits and (made.shifted or made.copy < 16 or made.is_staged)
 
 
 def _together(made: Pass, batches: tuple[int, ...]) -> float:
@@ -112,6 +105,6 @@ def _together(made: Pass, batches: tuple[int, ...]) -> float:
 
 def _is_faster(of_few: Pass, other: Pass, batches: tuple[int, ...]) -> bool:
     """For all numbers of samples together; or for each, where the other one is made for many."""
-    if family_of(other).last or _has_odd_rows(other):
+    if family_of(other).last or other.is_for_many:
         return _together(of_few, batches) < _together(other, batches)
     return all(of_few.us_of(batch) < other.us_of(batch) for batch in batches)

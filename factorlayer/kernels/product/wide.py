@@ -274,6 +274,11 @@ class Wide(Pass):
         return self.splits or self.shifted
 
     @property
+    def is_for_many(self) -> bool:
+        """Where rows are odd: it may wait for a weight, and has tiles of many of them."""
+        return not self.splits and (self.shifted or self.copy < 16 or self.is_staged)
+
+    @property
     def output_bytes(self) -> int:
         return self.product.terms_out * self.product.y_features * self.product.size
 
