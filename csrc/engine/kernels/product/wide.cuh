@@ -9,10 +9,15 @@
 // x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
 // has made those of the weights, producers make x's where they have copied it.
 //
+// Rows of x that 16 bytes do not divide come by smaller pieces, as the weight's do; or, of 16 bits and tf32, SHIFT: by pieces of 16
+// bytes, in which all rows of a tile begin at the same place, if they are EVERY rows behind one another. weight_halves.cuh has
+// made a weight for each of these places, with zeros for what is in front of such a row.
+//
 // Results go from registers to memory: the rows of a weight lie in shared memory in such an order that a thread gets RUN
 // columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
 // Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
-// with half of the groups each, exchange what they have.
+// with half of the groups each, exchange what they have. STAGED, in 16 bits, where they would be small pieces of rows: through
+// shared memory, from which whole rows go.
 //
 // A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
 // which producers, who have copied them, mix in place (mixing.cuh).
@@ -24,7 +29,8 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        SLOTS, COPY and STORE (bytes of one access to x and y), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
+//        SLOTS, COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
+//        with one), STAGED, EDGE (bytes of an access to y at the ends of its rows), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
 //        MORE and FEWER (registers of consumers and producers; 0: as they are), SCALED (floats in params.sums before what a prepared
@@ -73,8 +79,8 @@ template <class Pass> struct Wide {
   static constexpr int kFull = kScales + Pass::SLOTS * kScaleBytes;
   static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
   // Or results on their way, by rows that begin where they do in memory, of a piece of 16 bytes
-  static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / kPiece + 1 | 1) * 16;
-  static_assert(!Pass::STAGED || (!kTurned && HELD == 1 && !Pass::CLUSTER && (FAST == 1 || B == Q)));
+  static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / 8 + 1 | 1) * 16;
+  static_assert(!Pass::STAGED || (kPacked && HELD == 1 && !Pass::CLUSTER && (FAST == 1 || B == Q)));
 
   static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
 
@@ -112,9 +118,9 @@ template <class Pass> struct Wide {
     return {(from + rest % span) * (kRows * EVERY) + each % EVERY, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
             further % (Pass::GROUPS / FAST), further / (Pass::GROUPS / FAST)};
   }
-  // The row EVERY or more behind, of the tile's i-th
+  // The tile's i-th row
   static DEVICE i64 row_at(const Tile& tile, int i) { return tile.first + i * EVERY; }
-  // Elements from the piece of 16 bytes in which rows of a tile begin to their first ones
+  // Elements in front of a row in the piece of 16 bytes that it begins in, the same for all of a tile
   static DEVICE int shift_of(const Tile& tile, int group, int term) {
     return (u32(tile.first) * u32(kXRow) + u32(group) * P + u32(tile.term + term) * u32(Pass::X_TERM)) % kPiece;
   }
@@ -141,8 +147,8 @@ template <class Pass> struct Wide {
   static_assert(Pass::OUTER == 1 || Pass::X_SAMPLE == i64(Pass::OUTER) * P, "rows of x lie evenly");
 
   // The slabs in the order in which they are used. Some of the producers take the pieces of a row, eight where these have 16
-  // bytes, and the others rows beside it. x and weight are where a thread's piece of its first row begins in the tile's first slab; left counts rows of
-  // x, and columns, from its first on.
+  // bytes, and others those of further rows, and again. x and weight are where a thread's piece of its first row begins in the
+  // tile's first slab; left counts rows of x, and columns, from its first on.
   struct Cursor {
     i64 n;
     Tile tile;
@@ -543,18 +549,18 @@ template <class Pass> struct Wide {
 
   // Rows of results, or of a state beside them, through shared memory, eight of a warp at once: what it moves of them is pieces
   // of 16 bytes, and of those that they have a part of, EDGE bytes at once.
-  static constexpr int kPieces = N / kPiece + 1, kEdge = Pass::EDGE / kSize;
+  static constexpr int kPieces = N / 8 + 1, kEdge = Pass::EDGE / 2;
   DEVICE u32 results() const { return memory + kResults + threadIdx.x / 32 * 8 * kResultRow; }
   // Where a row's columns begin in memory
   DEVICE i64 begin_of(const Tile& tile, i64 row) const {
     return place(row, Pass::Y_SAMPLE, Q) + i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
   }
-  // move(where a thread's two columns lie, half, n) of all n
+  // move(where two columns of a thread lie, their place among its words) of all
   template <class Move> DEVICE void move_pairs(const Tile& tile, int half, const Move& move) const {
     const int lane = threadIdx.x % 32;
-    const u32 first = results() + lane / 4 * kResultRow + lane % 4 * 2 * kSize;
-    const u32 at = first + int(begin_of(tile, row_of(tile, 0, half)) % kPiece) * kSize;
-    UNROLL for (int n = 0; n < N / 8; ++n) move(at + n * 8 * kSize, kPacked ? n * 2 + half : n * 4 + half * 2);
+    const u32 first = results() + lane / 4 * kResultRow + lane % 4 * 4;
+    const u32 at = first + int(begin_of(tile, row_of(tile, 0, half)) & 7) * 2;
+    UNROLL for (int n = 0; n < N / 8; ++n) move(at + n * 16, n * 2 + half);
   }
   // whole or part(elements behind the tensor's first one, where they lie)
   template <class Whole, class Part>
@@ -562,14 +568,14 @@ template <class Pass> struct Wide {
     const int width = min(N, Q - tile.q);
     ROLL for (int i = threadIdx.x % 32; i < 8 * kPieces; i += 32) {
       const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces), begin = begin_of(tile, row);
-      const int column = i % kPieces * kPiece - int(begin % kPiece);
+      const int column = i % kPieces * 8 - int(begin & 7);
       if (row >= rows() || column >= width) continue;
       const u32 at = results() + i / kPieces * kResultRow + i % kPieces * 16;
-      if (column >= 0 && column + kPiece <= width) {
+      if (column >= 0 && column + 8 <= width) {
         whole(begin + column, at);
       } else {
-        UNROLL for (int e = 0; e < kPiece; e += kEdge)
-          if (column + e >= 0 && column + e < width) part(begin + column + e, at + e * kSize);
+        UNROLL for (int e = 0; e < 8; e += kEdge)
+          if (column + e >= 0 && column + e < width) part(begin + column + e, at + e * 2);
       }
     }
   }
@@ -578,9 +584,7 @@ template <class Pass> struct Wide {
     UNROLL for (int half = 0; half < 2; ++half) {
       __syncwarp();
       move_pairs(tile, half, [&](u32 at, int i) {
-        if constexpr (!kPacked)
-          store_shared(at, held[0][i]), store_shared(at + 4, held[0][i + 1]);
-        else if constexpr (Pass::EDGE >= 4)
+        if constexpr (Pass::EDGE >= 4)
           store_shared(at, held[0][i]);
         else
           store_shared(at, u16(held[0][i])), store_shared(at + 2, u16(held[0][i] >> 16));
@@ -608,9 +612,7 @@ template <class Pass> struct Wide {
                 [&](i64 from, u32 at) { fetch<Pass::EDGE>(at, state + from); });
       __syncwarp();
       move_pairs(tile, half, [&](u32 at, int i) {
-        if constexpr (!kPacked)
-          held[0][i] = load_u32(at), held[0][i + 1] = load_u32(at + 4);
-        else if constexpr (Pass::EDGE >= 4)
+        if constexpr (Pass::EDGE >= 4)
           held[0][i] = load_u32(at);
         else
           held[0][i] = load_u16(at) | u32(load_u16(at + 2)) << 16;
