@@ -168,6 +168,13 @@ CASES = [
     Case(monarch((17, 24), (90, 17)), "tf32", 70, LARGE, processors=4),
     Case(monarch((17, 64), (112, 17), rank=8), "tf32", 140, LARGE, processors=8),
     Case(monarch((19, 64), (112, 19), rank=8), "bfloat16", 70, LARGE, processors=8),
+    # Wide, whose weight is shifted, alone or before others, of several terms, and one that a pass has multiplied out
+    Case(kronecker((375,), (393,)), "tf32", 70, LARGE),
+    Case(kronecker((300,), (301,)), "float16", 70, LARGE),
+    Case(kronecker((3, 331), (3, 331), rank=2), "bfloat16", 70, LARGE),
+    Case(monarch((3, 67), (67, 3), rank=29), "float16", 70, LARGE, activation="gelu"),
+    Case(monarch((5, 131), (131, 5), rank=23), "bfloat16", 150, LARGE),
+    Case(monarch((7, 257), (129, 7), rank=3), "bfloat16", 70, LARGE, processors=4),
     # Two steps of a pass at one visit
     Case(kronecker((16, 32), (16, 32)), "tf32", 40, MEDIUM),
     # Monarch at once in 16 bits, weights going by: four groups and eight, padded rows and columns, several tiles

@@ -363,9 +363,13 @@ template <class Pass> struct Wide {
   // Where results go through shared memory, they wait there, as floats, while products are made.
   static constexpr bool kBiasesStaged = Pass::BIAS && Pass::STAGED && Pass::OUTER == 1;
   DEVICE void stage_biases(const Tile& tile) const {
+    constexpr int kEach = ceil_div(N, 32);
+    const int lane = threadIdx.x % 32;
+    float bias[kEach];
+    UNROLL for (int i = 0; i < kEach; ++i) bias[i] = bias_at(tile, 0, tile.q + i * 32 + lane, tile.fast);
     __syncwarp();
-    ROLL for (int i = threadIdx.x % 32; i < N; i += 32)
-      store_shared(results() + i * 4, __float_as_uint(bias_at(tile, 0, tile.q + i, tile.fast)));
+    UNROLL for (int i = 0; i < kEach; ++i)
+      if (N % 32 == 0 || i * 32 + lane < N) store_shared(results() + (i * 32 + lane) * 4, __float_as_uint(bias[i]));
     __syncwarp();
   }
   DEVICE void add_staged_biases(float (&sum)[N / 2]) const {
