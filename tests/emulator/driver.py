@@ -7,6 +7,7 @@ beside this.
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 import shutil
@@ -32,6 +33,7 @@ KERNEL += ["-fPIC", "-fvisibility=hidden"]
 EMULATOR = ["-O3", "-mavx2"]  # which most of a kernel's time is in
 # A kernel calls what the emulator has, and is linked with nothing. By way of g++ the linker takes twice as long.
 LINK = ["ld.gold" if shutil.which("ld.gold") else "ld", "-shared"]
+ENVIRONMENT = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # by large pages, where there are some
 SECONDS = 600  # for a kernel, on a machine that has much else to do
 Array = NDArray[np.float64]
 
@@ -168,7 +170,9 @@ class Emulator:
             arguments = kernel.arguments(self.folder, seed, len(x), blocks, bias is not None, len(weights))
             (self.folder / "y").unlink(missing_ok=True)  # a pass that is stopped leaves none
             try:
-                done = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS, check=False)
+                done = subprocess.run(
+                    arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
+                )
             except subprocess.TimeoutExpired:
                 return outputs, [*errors, f"pass {number}: not done after {SECONDS} s"]
             found = done.stdout.splitlines()
