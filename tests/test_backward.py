@@ -22,7 +22,18 @@ from factorlayer.activations.named import activate, evaluate
 from factorlayer.activations.results import from_result
 from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
-from factorlayer.autograd.backward import LEAST_MIXED, Ops, Visit, behind_texts, gradients, sums_text, texts, visits
+from factorlayer.autograd.backward import (
+    LEAST_MIXED,
+    Ops,
+    Visit,
+    back_to_contractions,
+    behind_texts,
+    columns_texts,
+    gradients,
+    sums_text,
+    texts,
+    visits,
+)
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
@@ -607,6 +618,17 @@ def test_sums_and_a_turn_may_stand_behind_a_slope() -> None:
         "turned; sums 4": "wrong place",
     }.items():
         check_refused(text, message)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "identity"])
+def test_what_is_activated_is_what_slopes_are_of(activation: str) -> None:
+    """Where a layer reads several tensors: its sums are made before, and no pass goes back through contractions."""
+    chain = replace(Chain.of(kronecker((3, 4), (5, 2)), True, activation), inputs=(5, 7))
+    grad, z = torch.randn(2, 6, 10, dtype=torch.float64)
+    found, of_bias = back_to_contractions(OPS, columns_texts(chain, True, None, anything), grad, z)
+    right = torch.func.vjp(lambda z: activate(activation, z), z)[1](grad)[0]
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(of_bias, right.sum(0))
 
 
 @pytest.mark.parametrize("us_of_product", [1.0, 10.0])

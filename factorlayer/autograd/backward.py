@@ -260,13 +260,14 @@ def back_to_contractions(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of what contractions make, and its sums, by the texts of behind_texts(); or of columns_texts(), if x
     is what is activated."""
-    given, summed = grad, None
+    given, summed = x, None
     for text in texts:
         chain = Chain.parse(text)
         if chain.contractions and not chain.slope:
             given = ops.forward(x, weights, bias, text)
             continue
-        asked = (grad, x, weights, bias, text) if chain.contractions else (grad, given, [], None, text)
+        alone = given if chain.slope else grad  # what a pass without contractions reads beside grad
+        asked = (grad, x, weights, bias, text) if chain.contractions else (grad, alone, [], None, text)
         if chain.sums and (chain.slope or chain.turn):
             grad, summed = ops.slopes_and_sums(*asked)
         elif chain.sums:
