@@ -146,6 +146,6 @@ WHOLE_KRONECKER = Family(
     "whole",
     Takes(factors=(2, ANY), tied=True, samples=MANY, sums=True, more="2^21 elements of the dense weight at most"),
     named="whole Kronecker",
-    margin=Margin(1.1, 1.0, _goes_back, "beside passes of factors: 38 layers, most of them drawn, on one H100"),
+    margin=Margin(1.1, 1.0, _goes_back, "beside passes of factors: fitted to 36 layers on one H100"),
 )
 OF_WHOLE = (WHOLE_MONARCH, WHOLE_KRONECKER)
