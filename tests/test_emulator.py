@@ -309,7 +309,8 @@ def test_products_of_weights_in_half_precision_keep_their_bits(
     """Of small weights they would be subnormal numbers or zeros, of large ones infinite. Infinities stay alone."""
     inputs, outputs, rank = sizes
     run = prepare(Case(monarch(inputs, outputs, rank=rank), "float16", 70, LARGE, activation="identity"), emulator)
-    assert [type(p).__name__ for p in run.case.plan.passes] == ["MonarchLargest", "MonarchWeight", "Instead"]
+    largest, weight, *product = (type(p).__name__ for p in run.case.plan.passes)
+    assert (largest, weight, *{*product}) == ("MonarchLargest", "MonarchWeight", "Instead")
     for first, second in ((2.0**-9, 2.0**-9), (2.0**9, 2.0**-12), (2.0**12, 2.0**9)):
         weights, by = [run.weights[0] * first, run.weights[1] * second], (first * second) ** 0.5
         x, bias = (decode(encode(t, "float16"), "float16").reshape(t.shape) for t in (run.x / by, run.bias * by))
@@ -2498,7 +2499,7 @@ def test_finds_what_is_missing_of_all_gradients(
 
 # Of factors, by a family of their own or as a chain, and of stacks: samples that groups of one block take unequally
 UNEQUAL_FACTORS = [
-    ("", kronecker((8, 8, 8), (8, 8, 8)), "bfloat16", 20),
+    ("", kronecker((8, 8, 8), (8, 8, 8)), "bfloat16", 18),
     ("PairMixedBackward", kronecker((5, 33, 40), (5, 46, 24)), "float16", 1),
     ("SmallDoubleBackward", kronecker((16, 5, 12), (12, 7, 16)), "float64", 8),
 ]

@@ -12,7 +12,7 @@
 // they make.
 //
 // Pass:  Math, Element; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output (Regions of x and of grad_y);
-//        COPY_X, COPY_G, STORE: bytes of one access; kWeightBytes; kStateBytes of x's slot, kGradBytes of one of the GRADS
+//        COPY_X, COPY_G, STORE: bytes of one access; PADDED: whether zeros may come behind what is loaded of a row; kWeightBytes; kStateBytes of x's slot, kGradBytes of one of the GRADS
 //        gradients behind it, kSlotBytes of all, kGroupBytes; TERMS of a block, which is also the RANK of its sums;
 //        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
 //        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
@@ -212,7 +212,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   template <i64 FEATURES> DEVICE i64 of_term() const { return i64(term()) * params.batch * FEATURES; }
 
   // Whether lines of them come by registers, padded
-  static constexpr bool kPadsX = Base::template pads_lines<Pass::COPY_X>, kPadsG = Pass::COPY_G < 4;
+  static constexpr bool kPadsX = Pass::PADDED && Base::template pads_lines<Pass::COPY_X>, kPadsG = Pass::PADDED && Pass::COPY_G < 4;
 
   // A tile of x and of each grad_y, if there is such a tile.
   DEVICE void load(i64 tile, i64 tiles, int slot) const {
@@ -223,11 +223,11 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       auto x = source_of<typename Pass::Source, Element>(params);
       if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
       const i64 here = tile * Pass::UNITS, next = here + i64(gridDim.x) * Pass::GROUPS * Pass::UNITS;
-      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X>(x, here, slot_of(slot));
+      Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X, Pass::PADDED>(x, here, slot_of(slot));
       if constexpr (kPadsX) Base::template fetch<Input>(x, next);
       ROLL for (int t = 0; t < Pass::GRADS; ++t) {
         const Element* grad = g + t * params.batch * Pass::G_TERM;
-        Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G>(
+        Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G, Pass::PADDED>(
             grad, here, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
         if constexpr (kPadsG) Base::template fetch<Output>(grad, next);
       }

@@ -209,6 +209,7 @@ class StackBackward(BlockSums):
         regions = [(1, width, 1, width, 0) for width in (self.widths[0], self.widths[-1])]
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots, "RANK": 1}
         told |= {"UNITS_PER_SAMPLE": 1, "GRAD": self.tensors, "COUNT": self.weights, "BIAS": False, "PARTS": 1}
+        told |= {"PADDED": False}  # behind a row there may be what sums of a bias are made by
         told |= {"TERMS": 1, "GRADS": 1, "kGradBytes": 0, "MEETINGS": last + self.steepens + 2 * (last + 1)}
         told |= told_inputs(None)
         told |= {"X_TERM": 0, "G_TERM": 0, "COPY_X": copied_at_once(self.raw(0), regions[0], self.size)}
