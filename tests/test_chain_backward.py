@@ -70,26 +70,35 @@ def check_gradients(
 
 
 def check(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
-    """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks."""
-    kernels, dtype, draw = emulator.compile(found), found.dtype, drawing(found.dtype)
+    draw = drawing(found.dtype)
     x, grad = draw(batch, spec.in_features), draw(batch, spec.out_features)
     weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
-    sick = {batch // 2, batch - 1}
-    fine = [n for n in range(batch) if n not in sick]
+    check_of(spec, found, x, weights, grad, (batch // 2, batch - 1), emulator)
+
+
+def check_of(
+    spec: LayerSpec, found: Plan, x: Array, weights: list[Array], grad: Array, sick: tuple[int, int], emulator: Emulator
+) -> None:
+    """Infinite and NaN where they have to be, which no other sample is; and the same bits for any order of blocks.
+
+    ``sick`` are the samples whose input and whose gradient get an infinity, then a NaN.
+    """
+    kernels = emulator.compile(found)
+    fine = [n for n in range(len(x)) if n not in sick]
     before: list[Array] = []
     for seed, value in enumerate((None, None, np.inf, np.nan)):
         if value is not None:
             x, grad = x.copy(), grad.copy()
-            x[batch // 2, 1 % x.shape[1]], grad[batch - 1, 2 % grad.shape[1]] = value, -value
+            x[sick[0], 1 % x.shape[1]], grad[sick[1], 2 % grad.shape[1]] = value, -value
         outputs, errors = emulator.run(found, kernels, x, [*weights, grad], None, blocks=2, seed=seed)
         assert not errors
         made = gradients_of(outputs, found, spec)
-        check_gradients(made, spec, x, weights, grad, dtype)
+        check_gradients(made, spec, x, weights, grad, found.dtype)
         if seed == 1:
             for part, other in zip(made, before, strict=True):
                 np.testing.assert_array_equal(part, other)
         before = before or made
-        np.testing.assert_array_equal(made[0].reshape(batch, -1)[fine], before[0].reshape(batch, -1)[fine])
+        np.testing.assert_array_equal(made[0].reshape(len(x), -1)[fine], before[0].reshape(len(x), -1)[fine])
 
 
 CASES = [
