@@ -56,9 +56,9 @@ TOOLS = {
     "initcheck": [],
     "synccheck": BARRIERS,
 }
-# Of several versions these get the newest: before 2025.4 it took some orders by mbarriers for none. The others get the
-# oldest: synccheck of 2026.4 takes an mbarrier where a block before had one for one that is initialized twice.
-NEWEST = ("racecheck",)
+# Of several versions these get the newest: before 2025.4 it took some orders by mbarriers for none, and pieces of which
+# cp.async reads the first bytes for whole ones. The others get the oldest: synccheck of 2026.4 takes an mbarrier where a block before had one for one that is initialized twice.
+NEWEST = ("racecheck", "memcheck")
 MOST_SECONDS = 540  # for a tool
 SHARES = 4  # processes of a tool
 FOUND = 86  # the exit code that a finding makes
@@ -247,7 +247,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]  # of x and the tensors
     run: Callable[..., Tensor]
     spec: LayerSpec | None = None  # of a layer
-    chain: Chain | None = None
+    chain: Chain | None = None  # of a layer, or of the products that a recurrence makes of all steps at once
     by_pytorch: bool = False  # whether PyTorch makes products between its kernels
 
 
@@ -313,7 +313,7 @@ def cases() -> Iterator[Case]:
         rows = (sequences * steps, unit.hidden)
         shapes = (rows, rows, rows, (sequences, unit.hidden), *of_gate * GATES, *[(unit.hidden,)] * unit.chain.bias)
         name, dense = f"{text}, {sequences} x {steps}, {dtype}, gradients", unit.chain.is_dense
-        yield Case(name, dtype, rows[0], unit.hidden, True, shapes, states, by_pytorch=dense)
+        yield Case(name, dtype, rows[0], unit.hidden, True, shapes, states, chain=unit.chain, by_pytorch=dense)
     for text, samples, dtype in DECODERS:
         decoder = Decoder.parse(text)
         gates, hidden = GATES * decoder.hidden, decoder.hidden

@@ -96,6 +96,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
             d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1));
     }
     meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_warpgroup(warpgroup); });
+    if (Pass::BIAS && units > 0) ring.wait_until_full(units - 1);  // who copies has read there, and sums go there next
     store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
         ring.slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
   }
