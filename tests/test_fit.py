@@ -83,7 +83,8 @@ def test_what_it_says_is_so_and_the_gradient_is_gone(
     before = error(layer, x, targets)
     found = fit(layer, x, targets, ridge=0, iterations=600)
     assert found.before == pytest.approx(before, rel=1e-9)
-    assert found.after == pytest.approx(error(layer, x, targets), rel=1e-7, abs=1e-9)
+    # The difference of sums of squares: what is smaller than the root of their last bits may be nothing.
+    assert found.after == pytest.approx(error(layer, x, targets), rel=1e-7, abs=1e-7)
     assert found.after < 0.95 * before and found.samples == 400
     loss = (layer(x) - targets).square().sum() / targets.square().sum()
     gradients = torch.autograd.grad(loss, list(layer.parameters()))

@@ -12,14 +12,15 @@
 // they make.
 //
 // Pass:  Math, Element; WARPS, GROUPS, UNITS of a tile, SLOTS; UNITS_PER_SAMPLE, Input and Output (Regions of x and of grad_y);
-//        COPY_X, COPY_G, STORE: bytes of one access; PADDED: whether zeros may come behind what is loaded of a row; kWeightBytes; kStateBytes of x's slot, kGradBytes of one of the GRADS
-//        gradients behind it, kSlotBytes of all, kGroupBytes; TERMS of a block, which is also the RANK of its sums;
-//        PARTS, PART and ROWS (of a part of grad_x, and of all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a
-//        sample's features where each term has a state of its own (one term behind the other), or 0; Returned (Region of what a
-//        block makes of grad_x), GRAD (the parameter that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block),
-//        SUMS_AT (where those of all blocks begin); Source and Sink: void, or Several, the tensors that x and grad_x are; MEETINGS (how often a group meets in walk());
-//        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(), walk(),
-//        store_sums()
+//        COPY_X, COPY_G, STORE: bytes of one access; PADDED: whether zeros may come behind what is loaded of a row;
+//        kWeightBytes; kStateBytes of x's slot, kGradBytes of one of the GRADS gradients behind it, kSlotBytes of all,
+//        kGroupBytes; TERMS of a block, which is also the RANK of its sums; PARTS, PART and ROWS (of a part of grad_x, and of
+//        all), PART_STEP (elements from part to part); X_TERM, G_TERM, Y_TERM: a sample's features where each term has a state
+//        of its own (one term behind the other), or 0; Returned (Region of what a block makes of grad_x), GRAD (the parameter
+//        that grad_y is), RETURNS (whether grad_x is made), COUNT (sums of a block), SUMS_AT (where those of all blocks begin);
+//        Source and Sink: void, or Several, the tensors that x and grad_x are; MEETINGS (how often a group meets in walk());
+//        X, G (layouts of the slots), Final (of grad_x), FirstX and FirstG (stages that read these), Sums, load_weights(),
+//        walk(), store_sums()
 #pragma once
 #include "kernels/chain.cuh"
 #include "finish/sums.cuh"
@@ -222,7 +223,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       using Output = typename Pass::Output;
       auto x = source_of<typename Pass::Source, Element>(params);
       if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
-      const i64 here = tile * Pass::UNITS, next = here + i64(gridDim.x) * Pass::GROUPS * Pass::UNITS;
+      const i64 here = tile * Pass::UNITS, next = (tile + Base::step()) * Pass::UNITS;
       Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X, Pass::PADDED>(x, here, slot_of(slot));
       if constexpr (kPadsX) Base::template fetch<Input>(x, next);
       ROLL for (int t = 0; t < Pass::GRADS; ++t) {
@@ -241,7 +242,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   }
 
   DEVICE void run() const {
-    const i64 tiles = (units + Pass::UNITS - 1) / Pass::UNITS, step = i64(gridDim.x) * Pass::GROUPS;
+    const i64 tiles = Base::tiles(), step = Base::step();
     const i64 first = i64(group) * gridDim.x + blockIdx.x;  // few tiles are one for each block
     ROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) load(first + slot * step, tiles, slot);
     Base::hold_weights(*this);

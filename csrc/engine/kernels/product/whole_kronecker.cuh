@@ -165,6 +165,24 @@ template <class Pass> struct OfColumns : OfFactors<Pass> {
     return begin;
   }
   DEVICE OfColumns(const Params& given) : Base(given) {}
+
+  // A kernel's blocks one factor behind the other: each is kernel.of<I>(its number among those of factor I).
+  template <class Kernel, int I = 0> static DEVICE void of_any(const Kernel& kernel, int block) {
+    if constexpr (I < Base::K) {
+      if (block < Kernel::blocks(I))
+        kernel.template of<I>(block);
+      else
+        of_any<Kernel, I + 1>(kernel, block - Kernel::blocks(I));
+    }
+  }
+  template <class Kernel> static constexpr DEVICE int all() {
+    int all = 0;
+    for (int i = 0; i < Base::K; ++i) all += Kernel::blocks(i);
+    return all;
+  }
+  template <class Kernel> static DEVICE void of_all(const Kernel& kernel) {
+    ROLL for (int at = blockIdx.y; at < all<Kernel>(); at += gridDim.y) of_any(kernel, at);
+  }
 };
 
 // Of dW, [out][in], as sums: a block has neighbouring columns, for HEIGHT r's of some q's of a factor.
@@ -225,22 +243,7 @@ template <class Pass> struct KroneckerColumns : OfColumns<Pass> {
     UNROLL for (int j = 0; j < HEIGHT; ++j)
       if (r + j < R) store_global(to + i64(part * R + r + j) * (kQ * kIn), sums[j]);
   }
-  template <int I> DEVICE void of_any(int block) const {
-    if constexpr (I < K) {
-      if (block < blocks(I))
-        of<I>(block);
-      else
-        of_any<I + 1>(block - blocks(I));
-    }
-  }
-  static constexpr DEVICE int all() {
-    int all = 0;
-    for (int i = 0; i < K; ++i) all += blocks(i);
-    return all;
-  }
-  DEVICE void run() const {
-    ROLL for (int at = blockIdx.y; at < all(); at += gridDim.y) of_any<0>(at);
-  }
+  DEVICE void run() const { Base::of_all(*this); }
 };
 
 // Of sums of columns: some neighbouring threads add up those of a gradient, each its own, then each other's, by halves.
@@ -280,20 +283,5 @@ template <class Pass> struct KroneckerGradients : OfColumns<Pass> {
     }
     if (way == 0 && at < count(I)) store_global(static_cast<Element*>(params.y) + before(I) + at, narrow<Element>(sum));
   }
-  template <int I> DEVICE void of_any(int block) const {
-    if constexpr (I < K) {
-      if (block < blocks(I))
-        of<I>(block);
-      else
-        of_any<I + 1>(block - blocks(I));
-    }
-  }
-  static constexpr DEVICE int all() {
-    int all = 0;
-    for (int i = 0; i < K; ++i) all += blocks(i);
-    return all;
-  }
-  DEVICE void run() const {
-    ROLL for (int at = blockIdx.y; at < all(); at += gridDim.y) of_any<0>(at);
-  }
+  DEVICE void run() const { Base::of_all(*this); }
 };
