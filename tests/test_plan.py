@@ -61,7 +61,7 @@ from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, cut, has_plan, has_plan_of_few, plan, plan_stack, plan_text
+from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan, plan_stack, plan_text, runs_of
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
@@ -362,7 +362,7 @@ def test_stacks_are_cut_into_runs_that_have_kernels(
     layers = [Chain.of(kronecker((p,), (q,)), True, activation).text for p, q in itertools.pairwise(widths)]
     asked = [("bfloat16", 90, right), ("float32", 90, in_float), ("bfloat16", 80, without_wgmma)]
     for dtype, arch, runs in asked:
-        assert list(cut(" | ".join(layers), dtype, arch, 132, 232448, backward=True)) == runs
+        assert list(runs_of(" | ".join(layers), dtype, Gpu(arch, 132, 232448), 2, backward=True)) == runs
 
 
 @pytest.mark.parametrize(
@@ -379,8 +379,8 @@ def test_stacks_are_cut_forward_where_one_pass_takes_several(
     widths: tuple[int, ...], right: list[tuple[int, int]], without_wgmma: list[tuple[int, int]]
 ) -> None:
     stack = " | ".join(chain_of(kronecker((p,), (q,)), activation="relu").text for p, q in itertools.pairwise(widths))
-    assert list(cut(stack, "bfloat16", 90, 132, 232448, backward=False)) == right
-    assert list(cut(stack, "bfloat16", 80, 132, 232448, backward=False)) == without_wgmma
+    assert list(runs_of(stack, "bfloat16", Gpu(90, 132, 232448), 2)) == right
+    assert list(runs_of(stack, "bfloat16", Gpu(80, 132, 232448), 2)) == without_wgmma
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from factorlayer.kernels.resident_stack import ResidentStack, tile, tilings
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
-from factorlayer.plan.planner import cut, plan_stack
+from factorlayer.plan.planner import plan_stack, runs_of
 from factorlayer.plan.schemes import RESIDENT, schemes
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
@@ -153,7 +153,7 @@ def test_padding_hands_on_nothing(emulator: Emulator) -> None:
     draw = drawing("float32")
     x, tensors = draw(9, 3), drawn_tensors(layers, draw)
     x[4, 0] = np.inf
-    changed = {"column + n * 8 + i % 2 < End::Q ? made : 0": "true ? made : 0"}
+    changed = {"column + n * 8 + i % 2 < there ? made : 0": "true ? made : 0"}
     for changes in (None, changed):
         (y,), errors = emulator.run(found, emulator.compile(found, changes), x, tensors, None)
         assert not errors and np.isnan(y.reshape(9, 2)[4]).all() == (changes is not None)
@@ -176,7 +176,7 @@ def test_what_does_not_fit_or_is_another_kind_has_no_kernel(gpu: Gpu) -> None:
     factors = Chain.of(kronecker((3, 5), (4, 4)), True, "relu")
     assert tile((*dense(8, 16), factors), "float32", LARGE, gpu) is None
     with pytest.raises(PlanError, match="no pass takes all layers"):
-        plan_stack(dense(256, 256, 256), "float64", LARGE, gpu)
+        plan_stack(dense(2048, 2048, 2048), "float64", LARGE, gpu)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -200,7 +200,7 @@ def test_each_way_to_run_a_stack_is_shown_with_the_one_that_is_chosen() -> None:
 def test_layers_that_do_not_fit_are_cut_into_runs_that_do() -> None:
     text = " | ".join(layer.text for layer in dense(*[96] * 13))
     for gpu in (HOPPER, AMPERE):
-        runs = cut(text, "float32", gpu.arch, gpu.sms, gpu.shared)
+        runs = runs_of(text, "float32", gpu, 2)
         assert len(runs) > 1 and [end for _, end in runs[:-1]] == [begin for begin, _ in runs[1:]]
         assert runs[0][0] == 0 and runs[-1][1] == 12
 

@@ -20,7 +20,7 @@ from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.stack.stack_backward import StackBackward, tile, tilings
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS, Plan, PlanError
-from factorlayer.plan.planner import cut, cut_backward, plan_stack
+from factorlayer.plan.planner import cut_backward, plan_stack, runs_of
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while
@@ -155,7 +155,7 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
     text = " | ".join(layer.text for layer in dense(20, 30, 30, 10))
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):
         asked = text, dtype, gpu.arch, gpu.sms, gpu.shared
-        assert [cut(*asked, backward=True, batch_class=i) for i in range(3)] == [((0, 3),)] * 3
+        assert [runs_of(text, dtype, gpu, i, backward=True) for i in range(3)] == [((0, 3),)] * 3
         assert cut_backward(*asked).split(BETWEEN_CUTS) == ["((0, 3),)"] * 3
         for batch in BATCHES:
             (back, _) = plan_stack(dense(20, 30, 30, 10), dtype, batch, gpu, backward=True).passes
@@ -164,9 +164,8 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
 
 def test_a_large_layer_is_left_to_itself() -> None:
     text = " | ".join(layer.text for layer in dense(20, 30, 512, 512, 30, 20))
-    asked = text, "float32", HOPPER.arch, HOPPER.sms, HOPPER.shared
     for batch_class in range(3):
-        runs = cut(*asked, backward=True, batch_class=batch_class)
+        runs = runs_of(text, "float32", HOPPER, batch_class, backward=True)
         assert runs and all(end <= 2 or begin >= 3 for begin, end in runs)
 
 

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int MULTIPROCESSOR_COUNT = 16, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76, MAX_SHARED_BYTES_OPTIN = 97;
 constexpr int MEMORY_CLOCK_RATE = 36, MEMORY_BUS_WIDTH = 37;
-constexpr int MAX_DYNAMIC_SHARED_BYTES = 8;  // an attribute of a function
+constexpr int MAX_DYNAMIC_SHARED_BYTES = 8, ANY_CLUSTER = 14;  // attributes of a function
+constexpr int MOST_OF_ANY_CLUSTER = 8;  // blocks, which every GPU with clusters takes
 constexpr int CAPTURE_RELAXED = 2;
 constexpr int SHARED_BYTES_WITHOUT_OPTIN = 48 << 10;
 constexpr int COOPERATIVE = 2, CLUSTER_DIMENSION = 4, PROGRAMMATIC_SERIALIZATION = 6;  // attributes of a launch
@@ -162,7 +163,7 @@ ContextScope::~ContextScope() {
   if (changed_) driver().set_context(before_);
 }
 
-Function load_function(const std::string& cubin, const std::string& name, int shared_bytes) {
+Function load_function(const std::string& cubin, const std::string& name, int shared_bytes, int cluster) {
   const RelaxedCapture relaxed;
   Module module = nullptr;
   check(driver().load_module(&module, cubin.data()), "load kernel " + name);
@@ -172,6 +173,9 @@ Function load_function(const std::string& cubin, const std::string& name, int sh
     if (shared_bytes > SHARED_BYTES_WITHOUT_OPTIN)
       check(driver().set_function_attribute(function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
             "give kernel " + name + " " + std::to_string(shared_bytes) + " bytes of shared memory");
+    if (cluster > MOST_OF_ANY_CLUSTER)
+      check(driver().set_function_attribute(function, ANY_CLUSTER, 1),
+            "let kernel " + name + " have clusters of " + std::to_string(cluster) + " blocks");
     // The driver loads lazily by default, and would do so inside the first launch.
     if (driver().load_function) check(driver().load_function(function), "load kernel " + name);
     return function;

@@ -44,7 +44,7 @@ class ContextScope {
 
 // Loads a cubin into the current context, also while a stream of this thread is being captured. The module is never
 // unloaded: a captured graph may hold it.
-Function load_function(const std::string& cubin, const std::string& name, int shared_bytes);
+Function load_function(const std::string& cubin, const std::string& name, int shared_bytes, int cluster);
 
 // Clusters of so many blocks, along y of the grid, that have room on the device, whose parts may not divide by them; 0 if the
 // driver does not know.

@@ -35,7 +35,7 @@ Function function_of(const Pass& pass, const std::string& cubin, const Device& d
   const std::string key = std::to_string(device.index) + " " + std::to_string(pass.shared_bytes) + " " + pass.kernel +
                           " " + sha256(cubin);
   std::atomic<Function>& function = functions.find_or_add(key, [] { return std::atomic<Function>(nullptr); });
-  if (!function) function = load_function(cubin, pass.kernel, int(pass.shared_bytes));
+  if (!function) function = load_function(cubin, pass.kernel, int(pass.shared_bytes), int(pass.cluster));
   return function;
 }
 

@@ -109,6 +109,7 @@ MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers a
 # made layer by layer. A tuple, as torch.compile takes it for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
+CUTS = "cut_of_few", "cut_of_some", "cut"  # questions, by the class of batches
 
 
 def why_no_stack(x: Tensor) -> str | None:
@@ -176,11 +177,12 @@ def runs_on_gpu(
     batch_class: int = len(BATCHES) - 1,
 ) -> tuple[Run, ...]:
     layers = text.split(" | ")
-    if not recorded and is_hoppers(text, dtype, device) and has_kernel(text, dtype, device):
-        return ((0, len(layers), text),)
     found: list[Run] = []
-    cuts = ask_planner("cut_backward" if recorded else "cut", text, dtype, device).split(BETWEEN_CUTS)
-    for begin, end in _read_cut(cuts[min(batch_class, len(cuts) - 1)], len(layers)):
+    if recorded:
+        cut = ask_planner("cut_backward", text, dtype, device).split(BETWEEN_CUTS)[batch_class]
+    else:
+        cut = ask_planner(CUTS[batch_class], text, dtype, device)
+    for begin, end in _read_cut(cut, len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]
             longer = " | ".join(layers[first:end]) + STATES

@@ -217,7 +217,7 @@ class Resident(OfWork):
         told |= {key: _region_type(self, out) for key, out in (("Input", False), ("Output", True))}
         weight_at = 0
         for i, stage in enumerate(stages):
-            told[f"S{i}"] = _stage_type(self, i, layouts[i], layouts[i + 1], weight_at)
+            told[f"S{i}"] = type_of_stage(self, i, layouts[i], layouts[i + 1], weight_at)
             weight_at += stage.weight_bytes * self.terms
         told |= {"FirstStage": "S0::First" if isinstance(stages[0], Sandwich) else "S0", "AlsoRaw": "void"}
         told |= {"First": "FirstStage::In", "Final": str(layouts[-1])}
@@ -298,7 +298,7 @@ def _run(plan: Resident, layout: Layout, region: tuple[int, int, int, int, int],
     return run if plan.gpu.copy_engine and good else 0
 
 
-def _stage_type(plan: Resident, i: int, layout: Layout, following: Layout, weight: int) -> str:
+def type_of_stage(plan: Resident, i: int, layout: Layout, following: Layout, weight: int) -> str:
     stage = plan.stages[i]
     step = i + sum(isinstance(earlier, Sandwich) for earlier in plan.stages[:i])
     if isinstance(stage, Sandwich):

@@ -52,17 +52,13 @@ class ResidentStack(Resident):
         memory = units * (p + q + between) * self.size / gpu.memory_bytes
         moved = units * (p + q + 2 * between) * self.size / gpu.shared_bytes
         pieces = units * (pieces_of(p, self.work, 1, self.work.inputs) + pieces_of(q, self.work, 1)) / gpu.instructions
-        functions = units * sum(layer.out_features * of_value(layer.activation) for layer in self.layers)
-        special = functions / gpu.rates.special_functions
-        if self.dtype == "float64":  # whose functions planner.times counts
-            special = 0.0
-        ends = sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in self.plain) / gpu.instructions
+        special = units * self.functions / gpu.rates.special_functions
         syncs = gpu.rates.sync_us * (len(self.stages) * (2 if self.in_place else 1) + 2)
         ahead = self.slots > 1 or (not self.in_place and len(self.stages) % 2 == 1)
 
         def round_us(groups: int) -> float:
             waits = waits_of(groups * warps)
-            busy = together(odd_us(self.plain, warps, groups, gpu) + (ends + pieces) * waits + moved, special)
+            busy = together(odd_us(self.plain, warps, groups, gpu) + (self.ends_us + pieces) * waits + moved, special)
             return groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (0.4 if ahead else 1.0))
 
         tiles = -(-batch // units)
@@ -73,6 +69,18 @@ class ResidentStack(Resident):
         if self.size == 2:  # biases come by registers, one behind another
             start += gpu.rates.wait_us * sum(layer.bias for layer in self.layers)
         return start + memory + syncs + rounds
+
+    @kept
+    def functions(self) -> int:
+        """Special functions of a sample; none in float64, where planner.times counts them."""
+        if self.dtype == "float64":
+            return 0
+        return sum(layer.out_features * of_value(layer.activation) for layer in self.layers)
+
+    @kept
+    def ends_us(self) -> float:
+        """Microseconds to issue what stands behind a tile's sums."""
+        return sum(OF_END * 4 * stage.mt * stage.nt * stage.tiles for stage in self.plain) / self.gpu.instructions
 
     @kept
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -158,8 +166,8 @@ class ResidentStack(Resident):
         for run in self.alike:
             for i in run:
                 (p, q), which, first = self.sizes[i], f"S{run.start}", self.first(i)
-                calls.append(f"c.template load_weight<{which}, {q}, {p}>({i - run.start}, {_tensor(first)});")
-                bias = _tensor(first + 1 + self.layers[i].parameters)
+                calls.append(f"c.template load_weight<{which}, {q}, {p}>({i - run.start}, {tensor(first)});")
+                bias = tensor(first + 1 + self.layers[i].parameters)
                 calls += [f"c.template load_bias<{which}>({i - run.start}, {bias});"] * self.layers[i].bias
         return function("load_weights(const C& c)", calls)
 
@@ -185,7 +193,7 @@ class ResidentStack(Resident):
         return f"Region<{', '.join(map(str, region))}, 1>, {held}, {copied_at_once(held, region, self.size)}"
 
 
-def _tensor(i: int) -> str:
+def tensor(i: int) -> str:
     return f"static_cast<const Element*>(c.params.weights[{i}])"
 
 
@@ -205,7 +213,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
         return
     if sum(layer.tensors + states for layer in layers) > MOST_TENSORS:
         return
-    work, size = _work(layers, dtype, states), ELEMENT_BYTES[dtype]
+    work, size = work_of(layers, dtype, states), ELEMENT_BYTES[dtype]
     if sum(mode.p * mode.q for _, mode in work.steps) * size > gpu.shared:
         return
     ending = replace(work, bias=dtype == "float64")  # whose functions take registers beside sums
@@ -231,7 +239,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 yield replace(plan, us=plan.us_of(batch))
 
 
-def _work(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
+def work_of(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
     steps, at = [], 0
     for layer in layers:
         (c,) = layer.contractions

@@ -18,12 +18,14 @@ from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import ASKED, BATCHES, BETWEEN_CUTS, Plan, PlanError
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
-from factorlayer.plan.stacks import back_us, plan_stack, us_around
+from factorlayer.plan.stacks import are_hoppers, back_us, plan_stack, us_around
 
 __all__ = [
     "BATCHES",
     "cut",
     "cut_backward",
+    "cut_of_few",
+    "cut_of_some",
     "explain",
     "has_plan",
     "has_plan_of_few",
@@ -33,6 +35,7 @@ __all__ = [
     "plan_stack",
     "plan_text",
     "predicted",
+    "runs_of",
     "times_of_few",
     "times_of_many",
     "times_of_some",
@@ -123,27 +126,34 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
     return count
 
 
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    """The runs of many samples."""
+    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 2))
+
+
+def cut_of_some(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 1))
+
+
+def cut_of_few(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 0))
+
+
 def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The cut to be trained by, for each class of batches."""
-    asked = stack, dtype, arch, sms, shared, memory
-    return BETWEEN_CUTS.join(str(cut(*asked, backward=True, batch_class=i)) for i in range(len(BATCHES)))
+    """The runs to be trained by, for each class of batches."""
+    gpu = Gpu(arch, sms, shared, memory)
+    return BETWEEN_CUTS.join(str(runs_of(stack, dtype, gpu, i, backward=True)) for i in range(len(BATCHES)))
 
 
-def cut(
-    stack: str,
-    dtype: str,
-    arch: int,
-    sms: int,
-    shared: int,
-    memory: int = 0,
-    backward: bool = False,
-    batch_class: int = len(BATCHES) - 1,
-) -> tuple[tuple[int, int], ...]:
+def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool = False) -> tuple[tuple[int, int], ...]:
     """Runs of a stack's layers, from one number up to another, each of which one pass takes, or, to be trained, one
-    forward and one back. Of such cuts it is the fastest by prediction."""
-    layers, gpu = [layer.text for layer in parse_layers(stack)], Gpu(arch, sms, shared, memory)
+    forward and one back. Of such runs they are the fastest by prediction, but that many samples go through all layers
+    that Hopper's own families take."""
+    layers = [layer.text for layer in parse_layers(stack)]
     chains, computed = parsed(stack, dtype)
     batch = BATCHES[batch_class]
+    if not backward and batch == BATCHES[-1] and are_hoppers(chains, computed, gpu):
+        return ((0, len(layers)),)
     runs: dict[tuple[int, int], float] = {}
 
     @functools.cache

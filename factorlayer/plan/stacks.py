@@ -14,7 +14,14 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
 from factorlayer.plan.registry.family import Family, fastest, ways
-from factorlayer.plan.registry.stack import OF_ANY_STACK, OF_ANY_STACK_BACK, OF_STACK, OF_STACK_BACK, OF_WIDE_STACK
+from factorlayer.plan.registry.stack import (
+    OF_ANY_STACK,
+    OF_ANY_STACK_BACK,
+    OF_CLUSTER_STACK,
+    OF_STACK,
+    OF_STACK_BACK,
+    OF_WIDE_STACK,
+)
 
 
 def plan_stack(
@@ -43,6 +50,8 @@ def plan_stack(
         short = gpu.wgmma and dtype not in ("float32", "float64")  # of which wgmma's products are faster by themselves
         if not offered and (not short or _is_worth_it(OF_ANY_STACK, layers, dtype, BATCHES[-1], gpu)):
             offered = list(ways(OF_ANY_STACK, *asked, states=states))
+        if offered or not states:  # what is stored for gradients may as well be made layer by layer
+            offered += ways(OF_CLUSTER_STACK, *asked, states=states)
 
     def us(passes: tuple[Pass, ...]) -> float:
         return sum(p.us for p in passes if not (frozen and p.reads == "none"))
@@ -63,6 +72,13 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
         return False
     alone = PASS_WEIGHT * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
     return sum(p.us for p in found) < alone
+
+
+def are_hoppers(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
+    """Whether families that Hopper alone has take them all at once, which was measured to be faster than one by one."""
+    if layers[0].inputs:
+        return False
+    return bool(fastest(OF_STACK, layers, dtype, BATCHES[1], gpu)) or _streams(layers, dtype, gpu, False)
 
 
 @functools.lru_cache(256)

@@ -348,5 +348,6 @@ inline void wait_for_cluster(u32 barrier, u32 phase) { emulator::wait(barrier, p
 inline void sync_cluster() { emulator::sync_cluster(); }
 inline void arrive_at_cluster() { emulator::arrive_at_cluster(); }
 inline void wait_at_cluster() { emulator::wait_at_cluster(); }
+inline void store_in_block(u32 to, u32 x) { store_shared(to, x); }
 inline void store_in_block(u32 to, float x, float y) { store_f32x2(to, x, y); }
 inline void store_in_block(u32 to, double x, double y) { store_f64x2(to, x, y); }

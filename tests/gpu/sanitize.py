@@ -57,7 +57,8 @@ TOOLS = {
     "synccheck": BARRIERS,
 }
 # Of several versions these get the newest: before 2025.4 it took some orders by mbarriers for none, and pieces of which
-# cp.async reads the first bytes for whole ones. The others get the oldest: synccheck of 2026.4 takes an mbarrier where a block before had one for one that is initialized twice.
+# cp.async reads the first bytes for whole ones. The others get the oldest: synccheck of 2026.4 takes an mbarrier where a
+# block before had one for one that is initialized twice.
 NEWEST = ("racecheck", "memcheck")
 MOST_SECONDS = 540  # for a tool
 SHARES = 4  # processes of a tool
@@ -128,6 +129,8 @@ BLOCKS = [
     ("48 264 256 12", "elu", 200, "tf32", False),
     ("10 59 59 8", "silu", 150, "float64", True),
     ("1 73 73 73 1", "elu", 150, "float32", True),
+    ("9 165 165 165 165 3", "elu", 40, "bfloat16", False),
+    ("8 136 264 136 5", "silu", 20, "float32", False),
 ]
 
 # Recurrences, sequences, steps, dtype; gradients are made of all

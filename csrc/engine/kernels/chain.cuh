@@ -508,8 +508,9 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     }
   }
 
-  // A layer's bias and activation. Of what its stage pads q with, an activation of 0, or a NaN, is not handed on.
-  template <class S> DEVICE void end_layer(Sums<S>& y, int tile, int term) const {
+  // A layer's bias and activation. Of what its stage pads q with, an activation of 0, or a NaN, is not handed on, unless ALL q's
+  // are there.
+  template <class S, bool ALL = S::Q == S::End::Q> DEVICE void end_layer(Sums<S>& y, int tile, int term, int there = S::End::Q) const {
     using End = typename S::End;
     const typename End::Activation activation(params);
     const int column = corner<S>(tile).i + lane.t * 2;
@@ -519,7 +520,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       UNROLL for (int m = 0; m < S::MT; ++m)
         UNROLL for (int i = 0; i < 4; ++i) {
           const Sum<Element> made = activation.of(y[m][n][i] + bias[i % 2]);
-          y[m][n][i] = S::Q == End::Q || column + n * 8 + i % 2 < End::Q ? made : 0;
+          y[m][n][i] = ALL || column + n * 8 + i % 2 < there ? made : 0;
         }
     }
   }

@@ -43,8 +43,8 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
 
   DEVICE HeldWeights(const Params& p) : Base(p), weights(shared_address(shared_memory) + Pass::kBarrierBytes) {}
 
-  // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros.
-  template <class S, int Q = S::Q, int P = S::P> DEVICE void load_weight(int term, const Element* weight) const {
+  // Weight [Q, P] to its place in shared memory, rows and columns padded with zeros; or as many of its rows as are `there`.
+  template <class S, int Q = S::Q, int P = S::P> DEVICE void load_weight(int term, const Element* weight, int there = Q) const {
     constexpr bool kPermuted = Math::place_of(1, S::FROM_SUMS) != 1;
     constexpr int kRowBytes = P * kSize, kPiece = kRowBytes % 16 == 0 ? 16 : kRowBytes % 8 == 0 ? 8 : kRowBytes % 4 == 0 ? 4 : 2;
     constexpr int kEach = kPermuted ? 1 : kPiece / kSize;
@@ -54,7 +54,7 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
     if constexpr (kEach * kSize >= 4) {
       UNROLL_BY(4) for (int j = threadIdx.x; j < kCount; j += kBlock) {
         const int q = j / kRow, p = j % kRow * kEach;
-        const bool present = q < Q && p < P;
+        const bool present = q < there && p < P;
         copy_async<kEach * kSize>(place(q, p), weight + (present ? q * P + p : 0), present);
       }
     } else {
@@ -62,7 +62,7 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
           threadIdx.x,
           [&](int j) {
             const int q = j / kRow, p = j % kRow;
-            return q < Q && p < P ? weight[q * P + p] : Element{};
+            return q < there && p < P ? weight[q * P + p] : Element{};
           },
           [&](int j) { return place(j / kRow, j % kRow); });
     }

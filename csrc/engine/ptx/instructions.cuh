@@ -517,6 +517,7 @@ DEVICE void sync_cluster() {
 // have begun, and two neighbours stored there.
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void wait_at_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void store_in_block(u32 to, u32 x) { asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
 DEVICE void store_in_block(u32 to, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }

@@ -13,9 +13,10 @@ from factorlayer.kernels.stack import (
     dense_streamed,
     layer_backward,
     stack_backward,
+    stack_cluster,
 )
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.registry.family import HALVES, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import ANY, HALVES, ON_TABLES, Family, Margin, Takes
 
 # Dense layers one behind another: tile(layers, dtype, batch, gpu)
 
@@ -46,6 +47,15 @@ RESIDENT_STACK = Family(
 OF_STACK = (DENSE,)
 OF_WIDE_STACK = (DENSE_STREAMED,)  # asked where no family of OF_STACK has a kernel
 OF_ANY_STACK = (RESIDENT_STACK,)  # asked where none of those has one
+STACK_CLUSTER = Family(
+    "A block of dense layers, weights that a cluster's multiprocessors hold together",
+    stack_cluster.tile,
+    (stack_cluster.StackCluster,),
+    "dense",
+    Takes(needs=("clusters",), factors=(2, ANY), tied=True),
+    told=("states",),
+)
+OF_CLUSTER_STACK = (STACK_CLUSTER,)  # beside all of these
 
 
 def _has_odd_rows(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
