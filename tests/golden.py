@@ -26,7 +26,17 @@ from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, WORDS, cut, cut_backward, has_plan, has_plan_of_few, plan_of
+from factorlayer.plan.planner import (
+    BATCHES,
+    WORDS,
+    cut,
+    cut_backward,
+    cut_of_few,
+    cut_of_some,
+    has_plan,
+    has_plan_of_few,
+    plan_of,
+)
 
 ARCHITECTURES = (90, 80)
 LAYERS = [
@@ -134,7 +144,10 @@ def golden() -> tuple[dict[str, str], Counter[str]]:
         found[name] = f"{hashed(made.text())} {made.us!r} {len(made.passes)}"
         if " | " in text and text.split(" | ")[-1] not in WORDS and batch_class == 0:
             gpu = Gpu.of(architecture)
-            ways = [asked(text, dtype, gpu.arch, gpu.sms, gpu.shared) for asked in (cut, cut_backward)]
+            ways = [
+                asked(text, dtype, gpu.arch, gpu.sms, gpu.shared)
+                for asked in (cut_of_few, cut_of_some, cut, cut_backward)
+            ]
             found[f"{name} cut"] = str(ways)
     return found, passes
 
