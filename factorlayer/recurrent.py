@@ -178,18 +178,16 @@ class FactorGRU(Gated):
         chosen: str,
     ) -> tuple[Tensor, Tensor]:
         states = []
+        fresh: list[Any] = [None] * len(self.cells)  # what cells begin with, where no state is given
+        if hx is None or starts is not None:
+            fresh = self._initials(walk.sequences, rows[0], parameters)
         begins = [starts, ends(starts, walk) if starts is not None and self.bidirectional else None]
         for layer in range(self.num_layers):
             outputs = []
             for reverse in range(self._directions):
                 i = layer * self._directions + reverse
                 cell = self.cells[i]
-                if hx is None:
-                    initial = self._initial(cell, walk.sequences, rows[0], parameters)
-                    restart = None
-                else:
-                    initial = hx[i]
-                    restart = None if starts is None else self._initial(cell, walk.sequences, rows[0], parameters)
+                initial, restart = (fresh[i], None) if hx is None else (hx[i], fresh[i])
                 core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
                 outputs.append(self._states(cell, *core))
                 states.append(walk.last(outputs[-1], initial, bool(reverse)))
@@ -201,7 +199,9 @@ class FactorGRU(Gated):
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
-            hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self.cells])
+            sizes = len(self.cells), walk.sequences, self.hidden_size
+            fresh = self._initials(walk.sequences, rows, parameters) if self.learned_initial else []
+            hx = torch.stack(fresh) if fresh else rows.new_zeros(sizes)
         parameters = dict(parameters)
         for cell in self.cells:
             for kind in KINDS:  # structured matrices are multiplied out
@@ -348,7 +348,7 @@ class FactorGRUCell(Gated):
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
         x = rows[0]
-        initial = self._initial(cell, batch, x, parameters) if hx is None else hx
+        initial = self._initials(batch, x, parameters)[0] if hx is None else hx
         with no_autocast(x):
             chosen = self._choose(x)
             if chosen == "batched" and self._is_gru and self._is_dense:

@@ -237,11 +237,12 @@ class Gated(Recorded):
                 )
         return list(rows), hx, parameters, further
 
-    def _initial(self, cell: Cell, sequences: int, x: Tensor, parameters: Parameters) -> Tensor:
-        """Where a sequence begins of which no state is given."""
-        if not cell.learned_initial:
-            return x.new_zeros(sequences, cell.recurrent.out_features)
-        return parameters[f"initial{cell.suffix}"].expand(sequences, -1)
+    def _initials(self, sequences: int, x: Tensor, parameters: Parameters) -> list[Tensor]:
+        """Where the sequences of each cell begin if no state is given."""
+        first = self.cells[0]
+        if not first.learned_initial:  # the same zeros for all of them
+            return [x.new_zeros(sequences, first.hidden)] * len(self.cells)
+        return [parameters[f"initial{cell.suffix}"].expand(sequences, -1) for cell in self.cells]
 
     def _states(
         self,
@@ -258,19 +259,20 @@ class Gated(Recorded):
         """The states behind all steps, [rows, hidden]."""
         added, bias = cell.biases(parameters)
         gates = cell.gates(rows, parameters, added, self.implementation, self._who)
-        weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
         gains = parameters.get(f"norm_hh{cell.suffix}")
         if chosen == "fused":
             try:
-                return _by_op(cell.recurrence, gates, initial, restart, weights, bias, starts, walk)
+                tensors = cell.tensors("hh", parameters)
+                return _by_op(cell.recurrence, gates, initial, restart, tensors, bias, starts, walk)
             except CompileError as error:
                 if self.implementation == "fused":
                     raise
                 self._give_up(rows[0], error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
-        tensors = gates, initial, weights, bias, starts, walk
-        return step_by_step(cell.recurrence, *tensors, lambda x: activate(activation, x, further), restart, gains)
+        weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
+        given = gates, initial, weights, bias, starts, walk
+        return step_by_step(cell.recurrence, *given, lambda x: activate(activation, x, further), restart, gains)
 
     def _give_up(self, x: Tensor, error: CompileError) -> None:
         """So that the next call does not try again."""
