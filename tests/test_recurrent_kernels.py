@@ -293,7 +293,13 @@ def test_backward(case: Case, emulator: Emulator) -> None:
     x, others = inputs.gate_places()
     shape = tuple(inputs.gates[0].shape)
     slopes_pass = RecurrentSlopes(recurrence, case.dtype, GPU)
-    places = [*others, *(p.to(dtype) for p in products), before.to(dtype), row_of(case)]
+    products_row = row_of(case) if case.reset == "after" else recurrence.hidden
+    if products_row == recurrence.hidden:
+        given = [p.to(dtype) for p in products]
+    else:
+        flat = torch.cat([p.to(dtype) for p in products], 1).flatten()
+        given = [flat[gate * recurrence.hidden :] for gate in range(GATES)]
+    places = [*others, *given, before.to(dtype), row_of(case), products_row]
     slopes = run(emulator, slopes_pass, shape[0], x, inputs.bias, places, [(shape, dtype)] * 5, 1)
     p = planned(case, backward=True)
     places = [*inputs.weights, *slopes, *inputs.rows.places, recurrence.hidden]
