@@ -19,6 +19,7 @@ from factorlayer.functional import Implementation
 from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import Factors
 from factorlayer.maths.steps import Walk
+from factorlayer.plan.recurrent_library import Sequences
 from factorlayer.recurrences.cell import KINDS, Norm, Parameters, cells_of
 from factorlayer.recurrences.gated import Gated, no_autocast
 from factorlayer.recurrences.layout import ends, layout_of, mask_of, state_of
@@ -155,7 +156,9 @@ class FactorGRU(Gated):
         rows, state, parameters, further = self._given(layout.rows, state)
         apart = mask is not None and state is not None and walk.offsets is not None
         x = rows[0]
-        chosen = self._choose(x, apart, walk.sequences)
+        training = x.is_cuda and self._is_recorded([*rows, state, *parameters.values()])
+        given = self._given_steps(walk, x.shape[0])
+        chosen = self._choose(x, given, training, mask is not None, apart)
         with no_autocast(x):
             if chosen == "batched" and mask is None and x.shape[0] and self._is_left_to_pytorch(x):
                 output, states = self._by_pytorch(concatenated(rows), walk, state, parameters)
@@ -199,9 +202,10 @@ class FactorGRU(Gated):
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
-            sizes = len(self.cells), walk.sequences, self.hidden_size
-            fresh = self._initials(walk.sequences, rows, parameters) if self.learned_initial else []
-            hx = torch.stack(fresh) if fresh else rows.new_zeros(sizes)
+            if self.learned_initial:
+                hx = torch.stack(self._initials(walk.sequences, rows, parameters))
+            else:
+                hx = rows.new_zeros(len(self.cells), walk.sequences, self.hidden_size)
         parameters = dict(parameters)
         for cell in self.cells:
             for kind in KINDS:  # structured matrices are multiplied out
@@ -332,6 +336,12 @@ class FactorGRUCell(Gated):
             inputs = checked("FactorGRUCell", input, self.input_size, "input_size", "input")
         return self._of_inputs(inputs, hx)
 
+    def _given_steps(self, walk: Walk, rows: int) -> Sequences:
+        return super()._given_steps(walk, rows)._replace(packed=True)  # its op has no kernel of several steps
+
+    def _is_left_to_pytorch(self, x: Tensor) -> bool:
+        return self._is_gru and self._is_dense
+
     def _of_inputs(self, inputs: Sequence[Any], hx: Tensor | None) -> Tensor:
         input = inputs[0]
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
@@ -349,8 +359,9 @@ class FactorGRUCell(Gated):
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
         x = rows[0]
         initial = self._initials(batch, x, parameters)[0] if hx is None else hx
+        training = x.is_cuda and self._is_recorded([*rows, hx, *parameters.values()])
         with no_autocast(x):
-            chosen = self._choose(x)
+            chosen = self._choose(x, self._given_steps(Walk(batch, 1, 1, batch), batch), training)
             if chosen == "batched" and self._is_gru and self._is_dense:
                 flat = [parameters.get(f"{kind}_{of}") for kind in ("weight", "bias") for of in ("ih", "hh")]
                 state = torch.gru_cell(concatenated(rows), initial, *flat)  # type: ignore[arg-type]

@@ -22,7 +22,6 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
 from factorlayer.autograd.vectors import are_vectors, one_by_one
-from factorlayer.kernels.recurrent.recurrent import STEPS
 from factorlayer.kernels.recurrent.recurrent import why_not as why_no_kernel
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
@@ -43,42 +42,19 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
     if recurrence.chain.parameters:
         return "its kernels have no gradient of what the candidate's activation learns"
     if initial.is_cuda:
-        return _why_no_kernel(_text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
+        return _why_no_kernel(text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
     return None
 
 
 def _why_no_kernel(text: str, dtype: torch.dtype, device: int) -> str:
     """Why a GPU has no kernels for a recurrence, forward or back; nothing if it has."""
-    texts = text, f"{_through_text(text)} | backward"
+    texts = text, f"{through_text(text)} | backward"
     if all([layer_ops.has_kernel(asked, dtype, device, True) for asked in texts]):
         return ""
     return why_no_kernel(Recurrence.parse(text)) or "its recurrent weights do not fit in shared memory"
 
 
 _why_no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# A step of cuDNN's dense unit on an H100, in a CUDA graph, fitted to benches/results/recurrent: microseconds, those
-# for each feature, and FLOPs in a microsecond
-CUDNN_STEP_US, CUDNN_FEATURE_US = 4.5, 0.0025
-CUDNN_FLOPS = {torch.float16: 170e6, torch.bfloat16: 170e6, torch.float32: 92e6, torch.float64: 30e6}
-
-
-def why_slower(recurrence: Recurrence, x: Tensor, sequences: int) -> str | None:
-    """Why PyTorch's op for dense units is predicted to take less than the fused implementation, or None."""
-    if not x.is_cuda or is_compiling():
-        return None
-    return _why_slower(_text_for(recurrence, x), recurrence.hidden, sequences, x.dtype, x.get_device())
-
-
-@functools.lru_cache(1024)
-def _why_slower(text: str, hidden: int, sequences: int, dtype: torch.dtype, device: int) -> str | None:
-    us = layer_ops.predicted_us(text, sequences, dtype, device) / STEPS
-    flops = 2 * GATES * hidden**2 * sequences  # structured matrices are multiplied out for it
-    theirs = CUDNN_STEP_US + CUDNN_FEATURE_US * hidden + flops / CUDNN_FLOPS[dtype]
-    if us <= theirs:
-        return None
-    return f"a step is predicted to take {us:.1f} us fused, and {theirs:.1f} by PyTorch's op"
 
 
 _in_tf32_known: dict[str, str] = {}
@@ -94,7 +70,7 @@ def _in_tf32(text: str) -> str:
 _in_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _text_for(recurrence: Recurrence, x: Tensor) -> str:
+def text_for(recurrence: Recurrence, x: Tensor) -> str:
     return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x) else recurrence.text
 
 
@@ -110,7 +86,7 @@ def fused(
     """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them. Dense weights may also lie in
     one tensor, [3 · hidden, hidden], whose gradient then is one, too."""
     places = starts, walk.first, walk.lengths, walk.offsets
-    text = _text_for(recurrence, initial)
+    text = text_for(recurrence, initial)
     output: Tensor
     if transforms_active():
         given = *places, bias, initial, *gates, *weights
@@ -126,8 +102,9 @@ def fused(
     return output
 
 
-def _by_gate(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    return weights[0].chunk(GATES) if len(weights) == 1 else weights
+def _by_gate(weights: Sequence[Tensor | None]) -> list[Tensor]:
+    given = [weight for weight in weights if weight is not None]
+    return list(given[0].chunk(GATES)) if len(given) == 1 else given
 
 
 def _any_requires_grad(
@@ -437,7 +414,7 @@ def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | N
 
 
 @functools.cache
-def _through_text(text: str) -> str:
+def through_text(text: str) -> str:
     """What goes back step by step depends on neither bias nor activation."""
     recurrence = Recurrence.parse(text)
     return replace(recurrence, chain=replace(recurrence.chain, bias=False, activation="identity")).text
@@ -482,7 +459,7 @@ def _backward_on_cuda(
     slopes = torch.ops.factorlayer.recurrence_slopes(gates, before, products, bias, text)
     places = starts, first, lengths, offsets
     made = torch.ops.factorlayer.recurrence_through(
-        grad_output, slopes, initial, weights, *places, numbers, len(gates) == 1, _through_text(text)
+        grad_output, slopes, initial, weights, *places, numbers, len(gates) == 1, through_text(text)
     )
     return [*made[:-1], *([beside] if about.before else []), made[-1], before]
 

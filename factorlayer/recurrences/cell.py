@@ -161,7 +161,7 @@ class _Biases(Function):
 
 def _biases(of_inputs: Tensor, of_states: Tensor) -> tuple[Tensor, Tensor]:
     added, both = of_inputs.clone(), of_inputs.shape[0] // GATES * 2
-    added[:both] += of_states[:both]
+    added[:both].add_(of_states[:both])
     return added, of_states[both:]
 
 
