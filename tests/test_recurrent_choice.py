@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
-from benches.recurrent import DTYPES, UNITS, Row
+from benches.recurrent import DTYPES, UNITS, Row, app, merged
 from benches.results import FOLDER
 from factorlayer import FactorGRU, FactorGRUCell
 from factorlayer.autograd import layer_ops, recurrent_ops
@@ -197,3 +198,11 @@ def play_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unseen() -> Any:
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+def test_rows_of_a_results_file_are_measured_anew_by_their_names() -> None:
+    before = [{"name": name, "dtype": "float16", "us": 1} for name in (UNITS[0][0], UNITS[3][0])]
+    new = [{"name": UNITS[3][0], "dtype": "float16", "us": 2}, {"name": UNITS[1][0], "dtype": "bfloat16", "us": 3}]
+    assert [row["us"] for row in merged(before, new)] == [1, 3, 2]
+    refused = CliRunner().invoke(app, ["--select", "sparse*"])
+    assert refused.exit_code == 2 and "matches none of 32 x 32" in " ".join(refused.output.replace("│", " ").split())
