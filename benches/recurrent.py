@@ -1,4 +1,5 @@
-"""Times FactorGRU beside nn.GRU on a GPU, and saves what came out: `python -m benches.recurrent --output FILE`.
+"""Times FactorGRU beside nn.GRU on a GPU, and saves what came out: `python -m benches.recurrent --output FILE`. With
+`--select "dense 512*"` some units alone.
 
 Each is captured in a CUDA graph, forward alone and with backward, so that launches of the host do not count.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,9 +54,18 @@ class Row:
 
 
 @app.command()
-def main(output: Annotated[Path | None, typer.Option(help="Results file.")] = None) -> None:
-    rows = []
-    for name, told, inputs, hidden, sequences, steps in UNITS:
+def main(
+    output: Annotated[Path | None, typer.Option(help="Results file.")] = None,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Option("--select", help="Glob on units' names; repeatable. Of a results file, other rows stay."),
+    ] = None,
+) -> None:
+    chosen = [unit for unit in UNITS if any(fnmatch(unit[0], pattern) for pattern in patterns or ["*"])]
+    if not chosen:
+        raise typer.BadParameter(f"--select {patterns} matches none of {', '.join(unit[0] for unit in UNITS)}")
+    rows: list[dict[str, Any]] = []
+    for name, told, inputs, hidden, sequences, steps in chosen:
         for dtype in DTYPES:
             row = Row(name, dtype, hidden, sequences, steps, {}, {})
             for subject in ("auto", "fused", "cudnn"):
@@ -62,11 +73,18 @@ def main(output: Annotated[Path | None, typer.Option(help="Results file.")] = No
                     row.us[subject] = times(subject, told, inputs, hidden, sequences, steps, DTYPES[dtype])
                 except (RuntimeError, torch.OutOfMemoryError) as error:
                     row.us[subject], row.notes[subject] = [None, None], str(error)[:200]
-            rows.append(row)
+            rows.append(asdict(row))
             typer.echo(line(row))
-    found = {"machine": describe("cuda", []), "rows": [asdict(row) for row in rows]}
     if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n")
+        if patterns and output.exists():
+            rows = merged(json.loads(output.read_text())["rows"], rows)
+        output.write_text(json.dumps({"machine": describe("cuda", []), "rows": rows}, indent=1) + "\n")
+
+
+def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of UNITS, new rows in the place of those before."""
+    by_name = {(row["name"], row["dtype"]): row for row in [*before, *new]}
+    return [by_name[name, dtype] for name, *_ in UNITS for dtype in DTYPES if (name, dtype) in by_name]
 
 
 def times(

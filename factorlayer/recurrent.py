@@ -19,6 +19,7 @@ from factorlayer.functional import Implementation
 from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import Factors
 from factorlayer.maths.steps import Walk
+from factorlayer.plan.recurrent_library import Sequences
 from factorlayer.recurrences.cell import KINDS, Norm, Parameters, cells_of
 from factorlayer.recurrences.gated import Gated, no_autocast
 from factorlayer.recurrences.layout import ends, layout_of, mask_of, state_of
@@ -155,7 +156,9 @@ class FactorGRU(Gated):
         rows, state, parameters, further = self._given(layout.rows, state)
         apart = mask is not None and state is not None and walk.offsets is not None
         x = rows[0]
-        chosen = self._choose(x, apart, walk.sequences)
+        training = x.is_cuda and self._is_recorded([*rows, state, *parameters.values()])
+        given = self._given_steps(walk, x.shape[0])
+        chosen = self._choose(x, given, training, mask is not None, apart)
         with no_autocast(x):
             if chosen == "batched" and mask is None and x.shape[0] and self._is_left_to_pytorch(x):
                 output, states = self._by_pytorch(concatenated(rows), walk, state, parameters)
@@ -178,18 +181,16 @@ class FactorGRU(Gated):
         chosen: str,
     ) -> tuple[Tensor, Tensor]:
         states = []
+        fresh: list[Any] = [None] * len(self.cells)  # what cells begin with, where no state is given
+        if hx is None or starts is not None:
+            fresh = self._initials(walk.sequences, rows[0], parameters)
         begins = [starts, ends(starts, walk) if starts is not None and self.bidirectional else None]
         for layer in range(self.num_layers):
             outputs = []
             for reverse in range(self._directions):
                 i = layer * self._directions + reverse
                 cell = self.cells[i]
-                if hx is None:
-                    initial = self._initial(cell, walk.sequences, rows[0], parameters)
-                    restart = None
-                else:
-                    initial = hx[i]
-                    restart = None if starts is None else self._initial(cell, walk.sequences, rows[0], parameters)
+                initial, restart = (fresh[i], None) if hx is None else (hx[i], fresh[i])
                 core = rows, initial, restart, begins[reverse], walk, parameters, further, chosen
                 outputs.append(self._states(cell, *core))
                 states.append(walk.last(outputs[-1], initial, bool(reverse)))
@@ -201,7 +202,10 @@ class FactorGRU(Gated):
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
-            hx = torch.stack([self._initial(cell, walk.sequences, rows, parameters) for cell in self.cells])
+            if self.learned_initial:
+                hx = torch.stack(self._initials(walk.sequences, rows, parameters))
+            else:
+                hx = rows.new_zeros(len(self.cells), walk.sequences, self.hidden_size)
         parameters = dict(parameters)
         for cell in self.cells:
             for kind in KINDS:  # structured matrices are multiplied out
@@ -332,6 +336,12 @@ class FactorGRUCell(Gated):
             inputs = checked("FactorGRUCell", input, self.input_size, "input_size", "input")
         return self._of_inputs(inputs, hx)
 
+    def _given_steps(self, walk: Walk, rows: int) -> Sequences:
+        return super()._given_steps(walk, rows)._replace(packed=True)  # its op has no kernel of several steps
+
+    def _is_left_to_pytorch(self, x: Tensor) -> bool:
+        return self._is_gru and self._is_dense
+
     def _of_inputs(self, inputs: Sequence[Any], hx: Tensor | None) -> Tensor:
         input = inputs[0]
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
@@ -348,9 +358,10 @@ class FactorGRUCell(Gated):
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
         x = rows[0]
-        initial = self._initial(cell, batch, x, parameters) if hx is None else hx
+        initial = self._initials(batch, x, parameters)[0] if hx is None else hx
+        training = x.is_cuda and self._is_recorded([*rows, hx, *parameters.values()])
         with no_autocast(x):
-            chosen = self._choose(x)
+            chosen = self._choose(x, self._given_steps(Walk(batch, 1, 1, batch), batch), training)
             if chosen == "batched" and self._is_gru and self._is_dense:
                 flat = [parameters.get(f"{kind}_{of}") for kind in ("weight", "bias") for of in ("ih", "hh")]
                 state = torch.gru_cell(concatenated(rows), initial, *flat)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.maths.steps import Walk, naive
+from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import plan_of
 
 if TYPE_CHECKING:
@@ -293,7 +294,13 @@ def test_backward(case: Case, emulator: Emulator) -> None:
     x, others = inputs.gate_places()
     shape = tuple(inputs.gates[0].shape)
     slopes_pass = RecurrentSlopes(recurrence, case.dtype, GPU)
-    places = [*others, *(p.to(dtype) for p in products), before.to(dtype), row_of(case)]
+    products_row = row_of(case) if case.reset == "after" else recurrence.hidden
+    if products_row == recurrence.hidden:
+        given = [p.to(dtype) for p in products]
+    else:
+        flat = torch.cat([p.to(dtype) for p in products], 1).flatten()
+        given = [flat[gate * recurrence.hidden :] for gate in range(GATES)]
+    places = [*others, *given, before.to(dtype), row_of(case), products_row]
     slopes = run(emulator, slopes_pass, shape[0], x, inputs.bias, places, [(shape, dtype)] * 5, 1)
     p = planned(case, backward=True)
     places = [*inputs.weights, *slopes, *inputs.rows.places, recurrence.hidden]
@@ -338,6 +345,17 @@ def products_of(case: Case, inputs: Inputs, before: Tensor) -> list[Tensor]:
     if case.reset == "before":
         before = torch.sigmoid(inputs.gates[0].double() + reset) * before
     return [reset, update, product(2, before)]
+
+
+@pytest.mark.parametrize("family", [RecurrentSpread, RecurrentSpreadBackward])
+def test_blocks_that_wait_for_one_another_are_no_more_than_multiprocessors(family: type[RecurrentSpread]) -> None:
+    asked = Case(dense(1024), "bfloat16").recurrence, "bfloat16", 16
+    assert {p.split for p in recurrent_spread.tilings(family, *asked, Gpu(90, 132, 232448))} >= {128, 64}
+    few = list(recurrent_spread.tilings(family, *asked, Gpu(90, 100, 232448)))
+    assert few and all(p.split <= 100 for p in few)
+    assert all(p.source("k").count("\n" + recurrent_spread.TOGETHER) == 1 for p in few)
+    with pytest.raises(PlanError, match="do not fit"):
+        plan_of(asked[0].text, "bfloat16", 0, Gpu(90, 12, 232448))
 
 
 def test_clusters_share_out_large_factors() -> None:

@@ -456,6 +456,38 @@ def test_a_trace_has_no_gradients() -> None:
         torch.jit.trace(lambda initial: replace(call, initial=initial).fused(), (call.initial,))
 
 
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("transformed", [True, False])
+def test_dense_weights_may_lie_in_one_tensor(reset: Reset, together: bool, transformed: bool) -> None:
+    call = make_call("dense", reset=reset, reverse=True, kind="ragged", starts=True, together=together)
+
+    def loss(weights: Tensor) -> Tensor:
+        return replace(call, weights=[weights]).fused().sin().sum()
+
+    def right(weights: Tensor) -> Tensor:
+        return replace(call, weights=list(weights.chunk(GATES))).naive().sin().sum()
+
+    joined = torch.cat(call.weights).requires_grad_()
+    if transformed:
+        assert nearly(torch.func.grad(loss)(joined), torch.func.grad(right)(joined))
+        return
+    found = []
+    for run in (loss, right):
+        (first,) = torch.autograd.grad(run(joined), joined, create_graph=True)
+        found.append((first, *torch.autograd.grad(first.square().sum(), joined)))
+    assert all(map(nearly, *found))
+
+
+def test_parts_of_one_tensor_are_known() -> None:
+    joined = torch.randn(6, 2)
+    parts = list(joined.chunk(GATES))
+    assert recurrent_ops._joined(parts).data_ptr() == joined.data_ptr()
+    assert torch.equal(recurrent_ops._joined(parts), joined)
+    apart = [parts[0], parts[2], parts[1]], [parts[0], parts[1], parts[2].clone()], [part.t() for part in parts]
+    assert all(recurrent_ops._joined(each) is None for each in apart)
+
+
 def test_states_before_steps_are_taken_where_they_lie() -> None:
     output, initial = torch.randn(12, 4), torch.randn(3, 4)
     for reverse in (False, True):

@@ -31,6 +31,7 @@ from factorlayer import CompileError, FactorLinear
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
+from factorlayer.kernels.recurrent.recurrent_spread import TOGETHER
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import resolve
 
@@ -368,6 +369,31 @@ def test_clusters_that_take_turns_are_as_many_as_have_room(native: Path, room: s
     plan = "factorlayer plan 1\nchunk 0\nscratch 0 0 0\n" + pass_text("x y 128 0 1 1 1 8 sm_90 k", source)
     (call,) = launches(launch(native, plan, 250, CLUSTERS=room))
     assert call["grid"] == f"{clusters} 8 1"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "batch", "answers", "grid", "error"),
+    [
+        (12, 5, {}, "5 12 1", None),
+        (12, 250, {}, "11 12 1", None),  # as many groups as there is room for, which take all units in turn
+        (132, 250, {}, "1 132 1", None),
+        (133, 1, {}, "1 133 1", "could not launch 1 x 133 blocks"),
+        (64, 2, {"RESIDENT": "100"}, "2 64 1", "could not launch 2 x 64 blocks"),  # of a part of a GPU
+        (12, 5, {"DRIVER_VERSION": "12020"}, None, "this driver is too old to launch blocks that wait for one another"),
+    ],
+)  # fmt: skip
+def test_blocks_that_wait_for_one_another_are_all_there_or_refused(
+    native: Path, blocks: int, batch: int, answers: dict[str, str], grid: str | None, error: str | None
+) -> None:
+    """By a launch that fails where not all of them can be on the GPU at once; otherwise those that are would wait for
+    ever."""
+    plan = "factorlayer plan 1\nchunk 0\nscratch 0 0 0\n"
+    plan += pass_text(f"x y 128 0 1 1 1 {blocks} sm_90 k", kernel() + "\n" + TOGETHER)
+    lines = launch(native, plan, batch, **answers)
+    calls = list(launches(lines))
+    assert {(call["how"], call["grid"]) for call in calls} == ({("together", grid)} if grid else set())
+    assert (error is None) == (not any(line.startswith(("error", "failure")) for line in lines))
+    assert error is None or error in lines[-1]
 
 
 def test_batches_beyond_2_to_the_31(native: Path) -> None:

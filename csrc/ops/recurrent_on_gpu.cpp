@@ -1,6 +1,7 @@
 // The raw ops of a recurrence on a GPU: all of its steps, slopes of all steps, and what goes back by these. autograd/
 // recurrent_ops.py makes recurrence_backward of the last two.
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "../chain.h"
@@ -26,12 +27,15 @@ struct Places {
                     cuda::MAX_WEIGHTS - kOthers, " weights at most, ", tensors.size(), " were given");
     for (const Tensor& t : tensors) add(t);
   }
-  // Inputs of the gates, three tensors or one, the first of which is x
-  void add_gates(const std::vector<Tensor>& gates, int64_t hidden) {
-    const int64_t size = int64_t(gates[0].element_size());
-    params.x = address(gates[0]);
-    for (int i = 1; i < kGates; ++i)
-      add(gates.size() == 1 ? static_cast<const char*>(params.x) + i * hidden * size : address(gates[size_t(i)]));
+  // Inputs of the gates, the first of which is x
+  void add_gates(const std::vector<Tensor>& gates, int64_t hidden) { params.x = add_by_gate(gates, hidden, 1); }
+  // Those from `from` on, of three tensors or of one whose rows have all three side by side. Returns the first one's address.
+  const void* add_by_gate(const std::vector<Tensor>& tensors, int64_t hidden, int from) {
+    const void* const first = address(tensors[0]);
+    const int64_t size = int64_t(tensors[0].element_size());
+    for (int i = from; i < kGates; ++i)
+      add(i && tensors.size() > 1 ? address(tensors[size_t(i)]) : static_cast<const char*>(first) + i * hidden * size);
+    return first;
   }
   void add_walk(const Walk& walk, const std::optional<Tensor>& starts, const std::optional<Tensor>& first,
                 const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets) {
@@ -76,16 +80,18 @@ Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const
 }
 
 // Slopes of reset, update and candidate, reset, and what is left of update to 1, of all rows: kernels/recurrent/recurrent_slopes.cuh.
+// Products of all gates are three tensors, or one, as the gates' inputs are.
 std::vector<Tensor> recurrence_slopes(const std::vector<Tensor>& gates, const Tensor& before, const std::vector<Tensor>& products,
                                       const std::optional<Tensor>& bias, const Text& text) {
   STD_TORCH_CHECK(before.is_cuda() && before.dim() == 2, "factorlayer: the states must be a CUDA matrix");
   const Recurrence& unit = find_recurrence(text.value);
   const int64_t rows = before.size(0), hidden = unit.hidden();
   const Home home(before);
-  STD_TORCH_CHECK((gates.size() == 1 || gates.size() == kGates) && products.size() == kGates,
-                  "factorlayer: gates must be one tensor or three, and products three");
-  for (const Tensor& gate : gates) check(gate, home, rows * hidden * kGates / int64_t(gates.size()), "a gate");
-  for (const Tensor& product : products) check(product, home, rows * hidden, "a product");
+  for (const auto& [tensors, name] : {std::pair(&gates, "a gate"), std::pair(&products, "a product")}) {
+    STD_TORCH_CHECK(tensors->size() == 1 || tensors->size() == kGates, "factorlayer: gates must be one tensor or three, and so must "
+                    "products");
+    for (const Tensor& t : *tensors) check(t, home, rows * hidden * kGates / int64_t(tensors->size()), name);
+  }
   check(before, home, rows * hidden, "the states");
   STD_TORCH_CHECK(unit.chain.bias == bias.has_value(), "factorlayer: a bias must be given where the recurrence has one");
   if (bias) check(*bias, home, hidden, "bias");
@@ -96,9 +102,10 @@ std::vector<Tensor> recurrence_slopes(const std::vector<Tensor>& gates, const Te
   places.params.y = made[0].mutable_data_ptr();
   places.params.bias = bias ? places.address(*bias) : nullptr;
   places.add_gates(gates, hidden);
-  places.add(products);
+  places.add_by_gate(products, hidden, 0);
   places.add(before);
   places.add(gates[0].size(1));
+  places.add(products[0].size(1));
   for (size_t i = 1; i < made.size(); ++i) places.add(made[i].mutable_data_ptr());
   launch(places, text.value + " | slopes", before, rows);
   return made;

@@ -67,6 +67,8 @@ def concatenated(inputs: Sequence[Tensor]) -> Tensor:
 
 def dense_product(inputs: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear of rows [N, features of each]: a product for each input, added to those before it where these lie."""
+    if len(inputs) == 1:  # of a part that is all of it a gradient would be copied
+        return F.linear(inputs[0], weight, bias)
     parts = weight.split([x.shape[1] for x in inputs], dim=1)
     y = F.linear(inputs[0], parts[0], bias)
     for x, part in zip(inputs[1:], parts[1:], strict=True):

@@ -22,7 +22,6 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
 from factorlayer.autograd.vectors import are_vectors, one_by_one
-from factorlayer.kernels.recurrent.recurrent import STEPS
 from factorlayer.kernels.recurrent.recurrent import why_not as why_no_kernel
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
@@ -43,42 +42,19 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
     if recurrence.chain.parameters:
         return "its kernels have no gradient of what the candidate's activation learns"
     if initial.is_cuda:
-        return _why_no_kernel(_text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
+        return _why_no_kernel(text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
     return None
 
 
 def _why_no_kernel(text: str, dtype: torch.dtype, device: int) -> str:
     """Why a GPU has no kernels for a recurrence, forward or back; nothing if it has."""
-    texts = text, f"{_through_text(text)} | backward"
+    texts = text, f"{through_text(text)} | backward"
     if all([layer_ops.has_kernel(asked, dtype, device, True) for asked in texts]):
         return ""
     return why_no_kernel(Recurrence.parse(text)) or "its recurrent weights do not fit in shared memory"
 
 
 _why_no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# A step of cuDNN's dense unit on an H100, in a CUDA graph, fitted to benches/results/recurrent: microseconds, those
-# for each feature, and FLOPs in a microsecond
-CUDNN_STEP_US, CUDNN_FEATURE_US = 4.5, 0.0025
-CUDNN_FLOPS = {torch.float16: 170e6, torch.bfloat16: 170e6, torch.float32: 92e6, torch.float64: 30e6}
-
-
-def why_slower(recurrence: Recurrence, x: Tensor, sequences: int) -> str | None:
-    """Why PyTorch's op for dense units is predicted to take less than the fused implementation, or None."""
-    if not x.is_cuda or is_compiling():
-        return None
-    return _why_slower(_text_for(recurrence, x), recurrence.hidden, sequences, x.dtype, x.get_device())
-
-
-@functools.lru_cache(1024)
-def _why_slower(text: str, hidden: int, sequences: int, dtype: torch.dtype, device: int) -> str | None:
-    us = layer_ops.predicted_us(text, sequences, dtype, device) / STEPS
-    flops = 2 * GATES * hidden**2 * sequences  # structured matrices are multiplied out for it
-    theirs = CUDNN_STEP_US + CUDNN_FEATURE_US * hidden + flops / CUDNN_FLOPS[dtype]
-    if us <= theirs:
-        return None
-    return f"a step is predicted to take {us:.1f} us fused, and {theirs:.1f} by PyTorch's op"
 
 
 _in_tf32_known: dict[str, str] = {}
@@ -94,7 +70,7 @@ def _in_tf32(text: str) -> str:
 _in_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _text_for(recurrence: Recurrence, x: Tensor) -> str:
+def text_for(recurrence: Recurrence, x: Tensor) -> str:
     return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x) else recurrence.text
 
 
@@ -107,9 +83,10 @@ def fused(
     starts: Tensor | None,
     walk: Walk,
 ) -> Tensor:
-    """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them."""
+    """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them. Dense weights may also lie in
+    one tensor, [3 · hidden, hidden], whose gradient then is one, too."""
     places = starts, walk.first, walk.lengths, walk.offsets
-    text = _text_for(recurrence, initial)
+    text = text_for(recurrence, initial)
     output: Tensor
     if transforms_active():
         given = *places, bias, initial, *gates, *weights
@@ -121,8 +98,13 @@ def fused(
         output = _Recurrence.apply(text, tuple(walk.numbers), len(gates), *given)
     else:
         op = _recurrence if is_compiling() else _recurrence_now
-        output = op(gates, initial, weights, bias, *places, walk.numbers, text)
+        output = op(gates, initial, _by_gate(weights), bias, *places, walk.numbers, text)
     return output
+
+
+def _by_gate(weights: Sequence[Tensor | None]) -> list[Tensor]:
+    given = [weight for weight in weights if weight is not None]
+    return list(given[0].chunk(GATES)) if len(given) == 1 else given
 
 
 def _any_requires_grad(
@@ -211,7 +193,7 @@ def _run(text: str, numbers: tuple[int, ...], count: int, given: Sequence[Tensor
     *places, bias, initial = given[: PLACES + 2]
     tensors = given[PLACES + 2 :]
     op = _recurrence if is_compiling() or transforms_active() else _recurrence_now
-    output: Tensor = op(tensors[:count], initial, tensors[count:], bias, *places, numbers, text)
+    output: Tensor = op(tensors[:count], initial, _by_gate(tensors[count:]), bias, *places, numbers, text)
     return output
 
 
@@ -229,7 +211,7 @@ def _definition(
         assert initial is not None
         starts, *of_rows = places
         walk = _walk(numbers, initial, of_rows)
-        gates, weights = tensors[:count], tensors[count:]
+        gates, weights = tensors[:count], _by_gate(tensors[count:])
 
         def activation(x: Tensor) -> Tensor:
             return activate(recurrence.chain.activation, x, [])
@@ -263,14 +245,20 @@ def _gradients(
     of_rows, (bias, initial), rest = given[: PLACES - 1], given[PLACES - 1 : PLACES + 1], given[PLACES + 1 :]
     assert output is not None and initial is not None
     gates, weights = rest[:count], [weight for weight in rest[count:] if weight is not None]
-    made = _backward(grad_output, output, gates, initial, weights, bias, starts, *of_rows, numbers, text)
-    *of_gates, beside, of_initial = made
+    by_gate = _by_gate(weights)
+    made = _backward(grad_output, output, gates, initial, by_gate, bias, starts, *of_rows, numbers, text)
+    of_gates, (beside, of_initial, *before) = made[:count], made[count:]
     wants_weights = wanted[2 + count :]
     of_weights: list[Tensor | None] = [None] * len(weights)
     if any(wants_weights):
-        walk = _walk(numbers, initial, of_rows)
-        states = list(_states_before(_About(*_about(text)).reverse, output, initial, starts, walk))
-        of_weights = _weight_gradients(text, of_gates, beside, states, weights, wants_weights)
+        states: Parts = [(slice(None), *before)]
+        if not before:
+            walk = _walk(numbers, initial, of_rows)
+            states = list(_states_before(_About(*_about(text)).reverse, output, initial, starts, walk))
+        if len(weights) < len(by_gate):
+            of_weights = [_joined_gradient(text, of_gates, beside, states)]
+        else:
+            of_weights = _weight_gradients(text, of_gates, beside, states, weights, wants_weights)
     of_bias = beside.sum(0) if wanted[0] else None
     found = of_bias, of_initial, *of_gates, *of_weights
     return tuple(g for g, want in zip(found, wanted, strict=True) if want and g is not None)
@@ -343,11 +331,27 @@ def _weight_gradients(
     return found
 
 
-def _dense_gradient(grad: Tensor, parts: Parts) -> Tensor:
+def _joined_gradient(text: str, of_gates: Sequence[Tensor], beside: Tensor, states: Parts) -> Tensor:
+    """Of dense weights of all gates in one tensor: those of reset and update at once where they lie side by side."""
+    about = _About(*_about(text))
+    both = 2 * about.hidden
+    of_candidate = of_gates[-1][:, -about.hidden :] if about.before else beside
+    candidate = of_candidate, [(slice(None), beside)] if about.before else states
+    each = [(of_gates[0][:, :both], states)] if len(of_gates) == 1 else [(grad, states) for grad in of_gates[:2]]
+    if is_compiling() or transforms_active():
+        return torch.cat([_dense_gradient(grad, parts) for grad, parts in (*each, candidate)])
+    made, at = beside.new_empty(GATES * about.hidden, about.hidden), 0
+    for grad, parts in (*each, candidate):
+        _dense_gradient(grad, parts, made[at : at + grad.shape[1]])
+        at += grad.shape[1]
+    return made
+
+
+def _dense_gradient(grad: Tensor, parts: Parts, into: Tensor | None = None) -> Tensor:
     (rows, x), *rest = parts
-    made = grad[rows].t() @ x
+    made = torch.mm(grad[rows].t(), x, out=into)
     for rows, x in rest:
-        made = torch.addmm(made, grad[rows].t(), x)
+        made = torch.addmm(made, grad[rows].t(), x) if into is None else made.addmm_(grad[rows].t(), x)
     return made
 
 
@@ -410,7 +414,7 @@ def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | N
 
 
 @functools.cache
-def _through_text(text: str) -> str:
+def through_text(text: str) -> str:
     """What goes back step by step depends on neither bias nor activation."""
     recurrence = Recurrence.parse(text)
     return replace(recurrence, chain=replace(recurrence.chain, bias=False, activation="identity")).text
@@ -430,26 +434,45 @@ def _backward_on_cuda(
     numbers: Sequence[int],
     text: str,
 ) -> list[Tensor]:
+    """And, behind what the op returns on a CPU, the states before all rows' steps, which gradients of weights are made
+    of."""
     about, count = _About(*_about(text)), len(weights) // GATES
     walk = _walk(numbers, initial, (first, lengths, offsets))
     parts = sorted(_states_before(about.reverse, output, initial, starts, walk), key=lambda part: part[0].start or 0)
-    before = parts[0][1] if len(parts) == 1 else torch.cat([states for _, states in parts])
+    states = [each for _, each in parts]
+    is_given = states[0] is output or states[0] is initial  # what an op returns is its own
+    before = torch.cat(states) if len(states) > 1 or is_given else states[0]
 
     def product(gate: int, x: Tensor) -> Tensor:
         mine = weights[gate * count : (gate + 1) * count]
         return x @ mine[0].t() if about.dense else layer_ops.product(x, mine, about.product)
 
-    products = [product(0, before), product(1, before)]
     beside = before
-    if about.before:
-        beside = torch.sigmoid(gates[0][:, : about.hidden] + products[0]) * before
-    products.append(product(2, beside))
+    joined = _joined(weights) if about.dense and not about.before else None
+    if joined is not None:
+        products = [before @ joined.t()]
+    else:
+        products = [product(0, before), product(1, before)]
+        if about.before:
+            beside = torch.sigmoid(gates[0][:, : about.hidden] + products[0]) * before
+        products.append(product(2, beside))
     slopes = torch.ops.factorlayer.recurrence_slopes(gates, before, products, bias, text)
     places = starts, first, lengths, offsets
     made = torch.ops.factorlayer.recurrence_through(
-        grad_output, slopes, initial, weights, *places, numbers, len(gates) == 1, _through_text(text)
+        grad_output, slopes, initial, weights, *places, numbers, len(gates) == 1, through_text(text)
     )
-    return [*made[:-1], *([beside] if about.before else []), made[-1]]
+    return [*made[:-1], *([beside] if about.before else []), made[-1], before]
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor | None:
+    """Dense weights of all gates as the one tensor that they are parts of, if they lie there one behind another."""
+    first, size = weights[0], weights[0].numel()
+    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    for i, weight in enumerate(weights):
+        together = weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == begin + i * size
+        if not together or not weight.is_contiguous():
+            return None
+    return first.as_strided((GATES * first.shape[0], first.shape[1]), (first.shape[1], 1))
 
 
 # What PyTorch asks of an op: the shapes it returns, its FLOPs, and how it is mapped over a further dimension.
@@ -462,7 +485,8 @@ def _recurrence_fake(gates: Sequence[Tensor], initial: Tensor, *_: Any) -> Tenso
 def _backward_fake(
     grad_output: Tensor, output: Tensor, gates: Sequence[Tensor], initial: Tensor, *_: Any
 ) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (*gates, output, initial)]
+    before = [output] if output.is_cuda else []
+    return [t.new_empty(t.shape) for t in (*gates, output, initial, *before)]
 
 
 def _recurrence_flops(gate_shapes: Any, *shapes: Any, out_shape: Any = None, **_: Any) -> int:

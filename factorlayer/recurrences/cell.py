@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor, nn
+from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
 
 from factorlayer.activations.texts import UserActivation, activation_of
 from factorlayer.autograd.inputs import dense_product
+from factorlayer.autograd.layer_ops import transforms_active
 from factorlayer.functional import run
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import to_dense
@@ -72,10 +75,14 @@ class Cell:
 
     def weights(self, kind: Kind, parameters: Parameters) -> list[list[Tensor]]:
         """The input or the recurrent matrices' weights, gate by gate."""
-        found = [parameters[name] for name in self._names[kind]]
+        found = self.tensors(kind, parameters)
         each = list(found[0].chunk(GATES)) if len(found) == 1 else found
         count = len(each) // GATES
         return [each[g * count : (g + 1) * count] for g in range(GATES)]
+
+    def tensors(self, kind: Kind, parameters: Parameters) -> list[Tensor]:
+        """The same as they are kept: dense ones in one tensor."""
+        return [parameters[name] for name in self._names[kind]]
 
     def biases(self, parameters: Parameters) -> tuple[Tensor | None, Tensor | None]:
         """What the inputs of all gates take, [3 · hidden], and what only the candidate's product does: a bias that is
@@ -86,7 +93,12 @@ class Cell:
         if self.recurrence.reset == "before":
             return of_inputs + of_states, None
         both = 2 * self.hidden
-        return of_inputs + F.pad(of_states[:both], (0, self.hidden)), of_states[both:]
+        if is_compiling() or transforms_active() or forward_ad._current_level >= 0:
+            return of_inputs + F.pad(of_states[:both], (0, self.hidden)), of_states[both:]
+        if torch.is_grad_enabled() and (of_inputs.requires_grad or of_states.requires_grad):
+            added, candidate = _Biases.apply(of_inputs, of_states)
+            return added, candidate
+        return _biases(of_inputs, of_states)
 
     def gates(
         self, rows: Sequence[Tensor], parameters: Parameters, bias: Tensor | None, implementation: str, who: str
@@ -131,6 +143,26 @@ class Cell:
                 nn.init.uniform_(parameter, -bound, bound)
             elif not name.startswith("weight"):
                 nn.init.constant_(parameter, float(name.startswith("norm")))
+
+
+class _Biases(Function):
+    """What autograd makes of slices and a sum are seven operations back; this is one."""
+
+    @staticmethod
+    def forward(ctx: Any, of_inputs: Tensor, of_states: Tensor) -> tuple[Tensor, Tensor]:
+        return _biases(of_inputs, of_states)
+
+    @staticmethod
+    def backward(ctx: Any, grad_added: Tensor, grad_candidate: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not ctx.needs_input_grad[1]:
+            return grad_added, None
+        return grad_added, torch.cat([grad_added[: -grad_candidate.shape[0]], grad_candidate])
+
+
+def _biases(of_inputs: Tensor, of_states: Tensor) -> tuple[Tensor, Tensor]:
+    added, both = of_inputs.clone(), of_inputs.shape[0] // GATES * 2
+    added[:both].add_(of_states[:both])
+    return added, of_states[both:]
 
 
 def cells_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +26,10 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import ProjectionError, project, projection_error
 from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, Recurrence, is_dense, structure_of
 from factorlayer.maths.steps import Walk, batched, naive
+from factorlayer.plan.recurrent_library import Sequences, Unit
 from factorlayer.recurrences.cell import KINDS, Cell, Parameters
 from factorlayer.recurrences.layout import cut
+from factorlayer.tuning.recurrent import why_slower
 
 
 class Gated(Recorded):
@@ -50,6 +52,8 @@ class Gated(Recorded):
             raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype}")
         self.cells, self._scalar_names = tuple(cells), scalar_names
         self._names = [name for cell in cells for name in cell.shapes]
+        features = tuple(cell.inputs.in_features for cell in cells)
+        self._unit = Unit(features, cells[0].hidden, cells[0].bias, self._is_dense)
         self.implementation = implementation  # type: ignore[assignment]
         for cell in cells:
             for name, shape in cell.shapes.items():
@@ -178,13 +182,15 @@ class Gated(Recorded):
         if self.projection_errors:
             worst = max(self.projection_errors, key=lambda name: self.projection_errors[name].weight)
             lines.append(f"projected: {worst} most; {self.projection_errors[worst]}")
-        x = next(self.parameters())[:0]
-        chosen = self._choose(autocast(x, (), None)[0], sequences=sequences)
+        x = autocast(next(self.parameters())[:0], (), None)[0]
+        given = self._given_steps(Walk(sequences, steps, 1, sequences), sequences * steps)
+        training = self._is_recorded(self.parameters())
+        chosen = self._choose(x, given, training)
         if chosen == "fused":
             lines.append("runs fused: input products at once, and the recurrence by one op")
         elif self.implementation == "auto":
             reason = self.why_not_fused(x)
-            because = self._why_slower(x, sequences) if reason is None else f"fused cannot: {reason}"
+            because = self._why_slower(x, given, training) if reason is None else f"fused cannot: {reason}"
             lines.append(f"runs {self._batched(x)}, because {because}")
         else:
             lines.append(f"runs {self._batched(x) if chosen == 'batched' else chosen}, as asked")
@@ -237,11 +243,12 @@ class Gated(Recorded):
                 )
         return list(rows), hx, parameters, further
 
-    def _initial(self, cell: Cell, sequences: int, x: Tensor, parameters: Parameters) -> Tensor:
-        """Where a sequence begins of which no state is given."""
-        if not cell.learned_initial:
-            return x.new_zeros(sequences, cell.recurrent.out_features)
-        return parameters[f"initial{cell.suffix}"].expand(sequences, -1)
+    def _initials(self, sequences: int, x: Tensor, parameters: Parameters) -> list[Tensor]:
+        """Where the sequences of each cell begin if no state is given."""
+        first = self.cells[0]
+        if not first.learned_initial:  # the same zeros for all of them
+            return [x.new_zeros(sequences, first.hidden)] * len(self.cells)
+        return [parameters[f"initial{cell.suffix}"].expand(sequences, -1) for cell in self.cells]
 
     def _states(
         self,
@@ -258,19 +265,20 @@ class Gated(Recorded):
         """The states behind all steps, [rows, hidden]."""
         added, bias = cell.biases(parameters)
         gates = cell.gates(rows, parameters, added, self.implementation, self._who)
-        weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
         gains = parameters.get(f"norm_hh{cell.suffix}")
         if chosen == "fused":
             try:
-                return _by_op(cell.recurrence, gates, initial, restart, weights, bias, starts, walk)
+                tensors = cell.tensors("hh", parameters)
+                return _by_op(cell.recurrence, gates, initial, restart, tensors, bias, starts, walk)
             except CompileError as error:
                 if self.implementation == "fused":
                     raise
                 self._give_up(rows[0], error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
-        tensors = gates, initial, weights, bias, starts, walk
-        return step_by_step(cell.recurrence, *tensors, lambda x: activate(activation, x, further), restart, gains)
+        weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
+        given = gates, initial, weights, bias, starts, walk
+        return step_by_step(cell.recurrence, *given, lambda x: activate(activation, x, further), restart, gains)
 
     def _give_up(self, x: Tensor, error: CompileError) -> None:
         """So that the next call does not try again."""
@@ -295,13 +303,23 @@ class Gated(Recorded):
         matrices are multiplied out for it."""
         return self._is_gru and (x.is_cuda or self._is_dense)
 
-    def _choose(self, x: Tensor, starts_apart: bool = False, sequences: int = 1) -> str:
+    def _given_steps(self, walk: Walk, rows: int) -> Sequences:
+        """What a choice depends on."""
+        return Sequences(walk.sequences, walk.steps, rows, walk.lengths is not None)
+
+    def _is_recorded(self, tensors: Iterable[Tensor | None]) -> bool:
+        """Whether autograd would go back to any of them."""
+        return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+    def _choose(
+        self, x: Tensor, given: Sequences, training: bool, starts: bool = False, starts_apart: bool = False
+    ) -> str:
         """naive, batched or fused."""
         if self.implementation not in ("auto", "fused"):
             return self.implementation
         reason = self.why_not_fused(x, starts_apart)
-        if reason is None:
-            return "batched" if self._why_slower(x, sequences) else "fused"
+        if reason is None:  # PyTorch's op knows no starts
+            return "batched" if not starts and self._why_slower(x, given, training) else "fused"
         if self.implementation == "fused":
             raise RuntimeError(
                 f"{self._who}: implementation='fused' cannot run: {reason}; or use implementation='auto'"
@@ -323,11 +341,11 @@ class Gated(Recorded):
             return _given_up[recurrence.text, x.dtype]
         return recurrent_ops.why_not_fused(recurrence, x)
 
-    def _why_slower(self, x: Tensor, sequences: int) -> str | None:
+    def _why_slower(self, x: Tensor, given: Sequences, training: bool) -> str | None:
         """Why auto does not take the fused implementation, which could; or None."""
-        if self.implementation != "auto" or not self._is_left_to_pytorch(x):
+        if self.implementation != "auto" or not given.rows or not self._is_left_to_pytorch(x):
             return None
-        return recurrent_ops.why_slower(self.cells[0].recurrence, x, sequences)
+        return why_slower(self.cells[0].recurrence, self._unit, given, training, x)
 
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""

@@ -1,19 +1,31 @@
-"""FactorGRU on a GPU: every implementation against float64, cuDNN's way, CUDA graphs, autocast, the same bits."""
+"""FactorGRU on a GPU: every implementation against float64, cuDNN's way, CUDA graphs, autocast, the same bits, and a
+million steps beside other work."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import threading
+import time
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from factorlayer import FactorGRU
+from factorlayer.autograd.layer_ops import gpu_limits
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster
+from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread
+from factorlayer.plan.planner import plan_of
 
 KINDS = {
     "dense": dict(input_size=40, hidden_size=48),
+    "spread": dict(input_size=40, hidden_size=256),
     "kronecker": dict(input_size=48, hidden_size=48, structure="kronecker"),
     "cluster": dict(input_size=32, hidden_size=64 * 64, structure="kronecker", factors=(64, 64)),
     "rank-before": dict(input_size=48, hidden_size=64, structure="kronecker", rank=2, reset="before"),
@@ -28,6 +40,13 @@ LAYOUTS = ("steps", "batch-first", "cu_seqlens", "starts")
 def gru(kind: str, **more: object) -> FactorGRU:
     torch.manual_seed(0)
     return FactorGRU(**{**KINDS[kind], "dtype": torch.float64, **more})
+
+
+def by_kernels(module: FactorGRU) -> FactorGRU:
+    """By the kernels where there are some: of few steps, auto leaves dense matrices to cuDNN."""
+    if module.why_not_fused(next(module.parameters())) is None:
+        module.implementation = "fused"
+    return module
 
 
 def results(module: FactorGRU, x: Tensor, layout: str, grad: Tensor) -> list[Tensor]:
@@ -57,13 +76,16 @@ def test_errors_are_at_most_twice_those_of_pytorchs_operations(kind: str, layout
     exact.implementation = "naive"
     right = results(exact, x.double(), layout, grad)
     errors = {}
-    for implementation in ("batched", "auto"):
+    for implementation in ("batched", "kernels"):
         moved = copy.deepcopy(module).cuda()
-        moved.implementation = implementation
+        if implementation == "batched":
+            moved.implementation = "batched"
+        else:
+            moved = by_kernels(moved)
         found = results(moved, x.cuda(), layout, grad)
         errors[implementation] = [float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
-    for of_auto, of_batched in zip(errors["auto"], errors["batched"], strict=True):
-        assert of_auto <= 2 * of_batched + 4 * torch.finfo(dtype).eps * shape[0] ** 0.5
+    for of_kernels, of_batched in zip(errors["kernels"], errors["batched"], strict=True):
+        assert of_kernels <= 2 * of_batched + 4 * torch.finfo(dtype).eps * shape[0] ** 0.5
 
 
 def test_cudnn_finds_its_weights_together() -> None:
@@ -82,7 +104,7 @@ def test_cudnn_finds_its_weights_together() -> None:
 
 @each_kind
 def test_graphs_replay_with_other_inputs(kind: str) -> None:
-    module = gru(kind, dtype=torch.float32).cuda()
+    module = by_kernels(gru(kind, dtype=torch.float32).cuda())
     x = torch.randn(12, 4, module.input_size, device="cuda")
     with torch.no_grad():
         module.warmup(4, 12)
@@ -96,7 +118,7 @@ def test_graphs_replay_with_other_inputs(kind: str) -> None:
 
 @each_kind
 def test_autocast(kind: str) -> None:
-    module = gru(kind, dtype=torch.float32).cuda()
+    module = by_kernels(gru(kind, dtype=torch.float32).cuda())
     x = torch.randn(12, 4, module.input_size, device="cuda")
     with torch.autocast("cuda", dtype=torch.float16):
         y, h = module(x)
@@ -108,9 +130,97 @@ def test_autocast(kind: str) -> None:
 
 @each_kind
 def test_the_same_bits_every_run(kind: str) -> None:
-    module = gru(kind, dtype=torch.bfloat16).cuda()
-    if module.why_not_fused(torch.zeros(1, dtype=torch.bfloat16, device="cuda")) is not None:
+    module = by_kernels(gru(kind, dtype=torch.bfloat16).cuda())
+    if module.implementation != "fused":
         pytest.skip("promised of the fused implementation alone")
     x, grad = torch.randn(64, 16, module.input_size, device="cuda").bfloat16(), torch.ones(1)
     runs = [results(module, x, "steps", grad) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+# Kernels whose blocks wait for one another at every step: all of them, or those of a cluster
+WAITING: dict[str, tuple[type[Pass], dict[str, object]]] = {
+    "spread": (RecurrentSpread, dict(hidden_size=256)),
+    "cluster": (RecurrentCluster, dict(hidden_size=24 * 24, structure="kronecker", input_structure="dense")),
+}
+SETTLED, COMPARED = 256, 64  # steps behind which nothing is left of a state, and steps that are held against float64
+HUNG = 120  # seconds, of what takes a few
+
+
+@pytest.mark.parametrize(("steps", "trained"), [(1_000_000, False), (100_000, True)])
+@pytest.mark.parametrize("kind", WAITING)
+def test_a_million_steps_beside_other_work(kind: str, steps: int, trained: bool) -> None:
+    """The same bits as alone; and, as a state forgets, at the end those of the last steps in float64."""
+    family, sizes = WAITING[kind]
+    torch.manual_seed(0)
+    module = FactorGRU(8, dtype=torch.bfloat16, device="cuda", implementation="fused", **sizes)  # type: ignore[arg-type]
+    plan = plan_of(module.cells[0].recurrence.text, "bfloat16", 0, Gpu(*gpu_limits(0)))
+    if not isinstance(plan.passes[-1], family):
+        pytest.skip(f"this GPU does not take {family.__name__}")
+    x = torch.randn(steps, 1, 8, device="cuda").bfloat16()
+    grad = torch.randn(steps if trained else SETTLED + COMPARED, 1, module.hidden_size, device="cuda").bfloat16()
+
+    def run() -> list[Tensor]:
+        given = x.detach().requires_grad_(trained)
+        with torch.set_grad_enabled(trained):
+            y, h = module(given)
+            found = torch.autograd.grad(y, [given, *module.parameters()], grad) if trained else ()
+        finish()
+        return [y.detach(), h.detach(), *found]
+
+    alone = run()
+    with other_work() as done:
+        while not done:
+            time.sleep(0.01)
+        before = len(done)
+        beside = run()
+        assert len(done) > before, "nothing else ran meanwhile"
+    assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+    assert all(bool(each.isfinite().all()) for each in alone)
+    exact = copy.deepcopy(module).double()
+    exact.implementation = "naive"
+    tail = x[-SETTLED - COMPARED :].double().requires_grad_()
+    y, h = exact(tail)
+    (grad_x,) = torch.autograd.grad(y, tail, grad[-SETTLED - COMPARED :].double())
+    pairs = [(alone[0], y), (alone[2], grad_x)] if trained else [(alone[0], y)]
+    for found, right in ((alone[1], h), *((found[-COMPARED:], right[-COMPARED:]) for found, right in pairs)):
+        assert (found.double() - right).norm() <= 8 * torch.finfo(torch.bfloat16).eps * right.norm()
+
+
+def finish() -> None:
+    """Waits for the stream, but not for ever."""
+    event, begin = torch.cuda.Event(), time.monotonic()
+    event.record()
+    while not event.query():
+        if time.monotonic() - begin > HUNG:
+            pytest.exit(f"a kernel has not ended in {HUNG} seconds: whoever runs next on this GPU would wait for it")
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def other_work() -> Iterator[list[int]]:
+    """Products that fill the GPU, one behind another on a stream of their own; a list of those that are done."""
+    done: list[int] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        stream, events = torch.cuda.Stream(), list[torch.cuda.Event]()
+        with torch.cuda.stream(stream):
+            a = torch.randn(4096, 4096, device="cuda").bfloat16()
+            made = torch.empty_like(a)
+            while not stop.is_set():
+                torch.mm(a, a, out=made)
+                events.append(torch.cuda.Event())
+                events[-1].record()
+                if len(events) > 4:
+                    events.pop(0).synchronize()
+                    done.append(len(done))
+            stream.synchronize()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield done
+    finally:
+        stop.set()
+        thread.join()

@@ -151,7 +151,7 @@ def test_modules(kind: str) -> None:
         "mlp": lambda: FactorMLP([(16, 16), (16, 16), 30], activation="gelu"),
         "dense mlp": lambda: FactorMLP([256, 64, 30]),
         "gru": lambda: FactorGRU(256, 64, structure="kronecker"),
-        "dense gru": lambda: FactorGRU(256, 64),
+        "dense gru": lambda: FactorGRU(256, 64, implementation="fused"),
         "compiled": lambda: FactorLinear(256, 256),
     }[kind]().cuda()
     parts = [torch.randn(6, 40, n, device="cuda", requires_grad=True) for n in (96, 100, 60)]

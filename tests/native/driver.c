@@ -121,8 +121,11 @@ struct config {  // CUlaunchConfig
 };
 int cuLaunchKernelEx(const struct config* c, void* function, void** params, void** extra) {
   const struct attribute* a = c->attributes;
-  const int early = c->attribute_count == 1 && a->id == 6 && a->value.allowed;
-  return launch(early ? "early" : "unknown", function, c->sizes, c->shared, c->stream, params);
+  const int allowed = c->attribute_count == 1 && a->value.allowed;
+  const int early = allowed && a->id == 6, together = allowed && a->id == 2;
+  const char* how = early ? "early" : together ? "together" : "unknown";
+  const int error = launch(how, function, c->sizes, c->shared, c->stream, params);
+  return together && c->sizes[0][0] * c->sizes[0][1] * c->sizes[0][2] > (unsigned)number("RESIDENT", 132) ? 720 : error;
 }
 int cuOccupancyMaxActiveClusters(int* clusters, void* function, const struct config* c) {
   const struct attribute* a = c->attributes;

@@ -7,7 +7,7 @@
 //
 // Pass: Element, Gate and Candidate, of which Activation is the function, Slope the candidate's; THREADS, HIDDEN, RESET_BEFORE,
 //       HAS_BIAS; the tensors behind the weights (kInputs) are inputs of the second and third gate, products of all three, the states,
-//       the number between rows of inputs, and, as outputs behind y, s_z, s_n, r, 1 - z.
+//       the numbers between rows of inputs and of products, and, as outputs behind y, s_z, s_n, r, 1 - z.
 #pragma once
 #include "finish/pointwise.cuh"
 #include "move/memory.cuh"
@@ -17,15 +17,16 @@ template <class Pass> struct RecurrentSlopes {
   using Real = Sum<Element>;
   const Params& params;
   DEVICE RecurrentSlopes(const Params& p) : params(p) {}
+  DEVICE i64 number(int i) const { return reinterpret_cast<i64>(params.weights[Pass::kInputs + i]); }
   template <class T> DEVICE T* tensor(int i) const { return static_cast<T*>(const_cast<void*>(params.weights[Pass::kInputs + i])); }
 
   DEVICE void run() const {
-    const i64 input_row = reinterpret_cast<i64>(params.weights[Pass::kInputs + 6]);
+    const i64 input_row = number(6), product_row = number(7);
     const Element *inputs[] = {static_cast<const Element*>(params.x), tensor<Element>(0), tensor<Element>(1)};
     const Element *products[] = {tensor<Element>(2), tensor<Element>(3), tensor<Element>(4)}, *states = tensor<Element>(5);
     const Element* const bias = static_cast<const Element*>(params.bias);
-    Element* const outputs[] = {static_cast<Element*>(params.y), tensor<Element>(7), tensor<Element>(8), tensor<Element>(9),
-                                tensor<Element>(10)};
+    Element* const outputs[] = {static_cast<Element*>(params.y), tensor<Element>(8), tensor<Element>(9), tensor<Element>(10),
+                                tensor<Element>(11)};
     const typename Pass::Gate::Activation gate(params);
     const typename Pass::Candidate::Activation candidate(params);
     const typename Pass::Slope slope(params);
@@ -33,7 +34,8 @@ template <class Pass> struct RecurrentSlopes {
     for (i64 i = i64(blockIdx.x) * Pass::THREADS + threadIdx.x; i < count; i += i64(gridDim.x) * Pass::THREADS) {
       const i64 row = i / Pass::HIDDEN, feature = i % Pass::HIDDEN;
       Real x[3], product[3];
-      UNROLL for (int g = 0; g < 3; ++g) x[g] = widen(inputs[g][row * input_row + feature]), product[g] = widen(products[g][i]);
+      UNROLL for (int g = 0; g < 3; ++g)
+        x[g] = widen(inputs[g][row * input_row + feature]), product[g] = widen(products[g][row * product_row + feature]);
       const Real h = widen(states[i]), r = gate.of(x[0] + product[0]), of_z = x[1] + product[1];
       const Real z = gate.of(of_z), left = gate.of(-of_z);
       if constexpr (Pass::HAS_BIAS) product[2] += widen(bias[feature]);

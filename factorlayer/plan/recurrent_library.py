@@ -1,0 +1,123 @@
+"""What PyTorch takes for a recurrent layer with dense matrices: operations around the fused recurrence, and its own op,
+which on a GPU is cuDNN's. Counted as plan/library.py does, for auto to compare.
+
+cuDNN's ordinary unit makes a step of a product with the state and of a kernel for the gates, one behind another, and so
+back: no number of it is needed but those of PyTorch's operations. Of few features all steps are one kernel, of which
+SMALL_STEP_US is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths.recurrence import GATES
+from factorlayer.plan.library import Added, Call, Pointwise, Product, Sum
+
+# Features of a state up to which PyTorch asks cuDNN for one kernel of all steps, forward and back, but for doubles and
+# packed sequences: use_rnn_persist_small_h in its ATen/native/cudnn/RNN.cpp
+SMALL, SMALL_BACK = 192, 128
+# Microseconds of a step of it, in a layer, measured on an H100: the row "dense 128, 2 layers" in float16 of
+# benches/results/recurrent, forward without the operations before, and back with those of gradients of weights
+SMALL_STEP_US, SMALL_STEP_BACK_US = 3.4, 2.7
+# Numbers of a feature that the kernel of a step's gates reads and writes: forward those of three gates' inputs and
+# products, the state and the new one, and, trained, what is kept of four; back these four, the states, what comes back,
+# and gradients of three gates, of the candidate's product, and of the state
+OF_GATES, KEPT, OF_GATES_BACK = 8, 4, 12
+
+
+class Sequences(NamedTuple):
+    """Of one call. `rows` are all steps of all of them; `packed` ones may have other lengths."""
+
+    sequences: int
+    steps: int
+    rows: int
+    packed: bool = False
+
+    @property
+    def together(self) -> int:
+        """Sequences of a step, on average."""
+        return max(1, self.rows // max(1, self.steps))
+
+
+class Unit(NamedTuple):
+    """A recurrent layer: features of the inputs of each of its cells, and of all their states; and whether all of its
+    matrices are dense."""
+
+    features: tuple[int, ...]
+    hidden: int
+    bias: bool
+    dense: bool
+
+
+def product(rows: int, columns: int, summed: int) -> Product:
+    return Product(1, rows, columns, summed, (columns, summed), batched=False)
+
+
+def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
+    """Operations of a call beside the recurrence's own kernels."""
+    h, rows, cells = unit.hidden, given.rows, len(unit.features)
+    yield Pointwise(given.sequences * h)  # initial states
+    if cells > 1:
+        yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
+    for features in unit.features:
+        yield product(rows, GATES * h, features)
+        if unit.bias:
+            yield from (Pointwise(2 * GATES * h), Pointwise(3 * 2 * h), Added())
+        if training:
+            yield from _around_back(unit, features, rows)
+
+
+def _around_back(unit: Unit, features: int, rows: int) -> Iterator[Call]:
+    h = unit.hidden
+    yield Pointwise(2 * rows * h)  # states before steps
+    yield product(rows, GATES * h, h)
+    yield from (product(2 * h, h, rows), product(h, h, rows))
+    yield from (product(GATES * h, features, rows), product(rows, features, GATES * h))
+    if unit.bias:
+        yield from (Sum(rows * h), Sum(rows * GATES * h), Pointwise(2 * GATES * h))
+
+
+def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> float:
+    """Microseconds of PyTorch's op. dtype may be float32 `in_tf32`, which the ordinary unit's way back is not: with
+    4096 sequences of 512 features it makes 50 of the 60 TFLOP/s that an H100 has of floats, a third of TF32's.
+    """
+    computed = "tf32" if dtype == "float32" and in_tf32 else dtype
+    h, rows, cells = unit.hidden, given.rows, len(unit.features)
+    us = Pointwise(cells * given.sequences * h).us(dtype, gpu)
+    step_us, step_back_us = steps_us(unit, dtype, in_tf32, given, training, gpu)
+    for features in unit.features:
+        us += product(rows, GATES * h, features).us(computed, gpu) + given.steps * step_us
+        if training:
+            sums = 2 * Sum(rows * GATES * h).us(dtype, gpu) if unit.bias else 0.0
+            products = (
+                product(rows, features, GATES * h),
+                product(GATES * h, features, rows),
+                product(GATES * h, h, rows),
+            )
+            of_weights, of_steps = sums + sum(p.us(dtype, gpu) for p in products), given.steps * step_back_us
+            beside = is_small(unit, dtype, given, back=True)  # SMALL_STEP_BACK_US has gradients of weights
+            us += max(of_steps, of_weights) if beside else of_steps + of_weights
+    return us
+
+
+def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> tuple[float, float]:
+    """Of a step, forward and back."""
+    h, together = unit.hidden, given.together
+    computed = "tf32" if dtype == "float32" and in_tf32 else dtype
+    found = []
+    for back in (False, True):
+        if is_small(unit, dtype, given, back):
+            multiplied = 2 * together * GATES * h * h / (gpu.library.flops[computed] * gpu.sms)
+            found.append(max(SMALL_STEP_BACK_US if back else SMALL_STEP_US, multiplied))
+            continue
+        moved = OF_GATES_BACK if back else OF_GATES + KEPT * training
+        made = product(together, h, GATES * h) if back else product(together, GATES * h, h)
+        found.append(made.us(dtype if back else computed, gpu) + Pointwise(moved * together * h).us(dtype, gpu))
+    forward, back_us = found
+    return forward, back_us
+
+
+def is_small(unit: Unit, dtype: str, given: Sequences, back: bool) -> bool:
+    return unit.hidden <= (SMALL_BACK if back else SMALL) and dtype != "float64" and not given.packed
