@@ -2,29 +2,44 @@
 which on a GPU is cuDNN's. Counted as plan/library.py does, for auto to compare.
 
 cuDNN's ordinary unit makes a step of a product with the state and of a kernel for the gates, one behind another, and so
-back: no number of it is needed but those of PyTorch's operations. Of few features all steps are one kernel, of which
-SMALL_STEP_US is known.
+back: no number of it is needed but those of PyTorch's operations. Of few features, in float16 and float32, all steps
+are one kernel, of which SMALL_US and SMALL_BACK_US are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.recurrence import GATES
 from factorlayer.plan.library import Added, Call, Pointwise, Product, Sum
 
-# Features of a state up to which PyTorch asks cuDNN for one kernel of all steps, forward and back, but for doubles and
-# packed sequences: use_rnn_persist_small_h in its ATen/native/cudnn/RNN.cpp
-SMALL, SMALL_BACK = 192, 128
-# Microseconds of a step of it, in a layer, measured on an H100: the row "dense 128, 2 layers" in float16 of
-# benches/results/recurrent, forward without the operations before, and back with those of gradients of weights
-SMALL_STEP_US, SMALL_STEP_BACK_US = 3.4, 2.7
+# Features of a state up to which cuDNN has one kernel for all steps, as PyTorch asks for it, but for packed sequences:
+# use_rnn_persist_small_h in its ATen/native/cudnn/RNN.cpp, and profiles of an H100, in which states of 192 take others
+SMALL, OF_SMALL = 128, ("float16", "float32")
+# Microseconds of it in a layer, at the start and for each step, forward and back, in those profiles: 61 sequences of 11
+# and of 50 steps, 128 features
+SMALL_US, SMALL_BACK_US = (25.0, 0.8), (3.0, 1.0)
 # Numbers of a feature that the kernel of a step's gates reads and writes: forward those of three gates' inputs and
 # products, the state and the new one, and, trained, what is kept of four; back these four, the states, what comes back,
 # and gradients of three gates, of the candidate's product, and of the state
 OF_GATES, KEPT, OF_GATES_BACK = 8, 4, 12
+
+
+# What a layer's steps behind those of another layer take, of which cuDNN's ordinary unit runs some at once: four layers of
+# 512 features, 16 sequences of 50 steps, forward and back, on an H100
+FURTHER_LAYER = 0.51
+SUM_US = 11.4  # of a sum over few or many rows at least: 671 of 128 and of 384, in the same profiles
+
+
+@dataclass(frozen=True)
+class RowsSum(Sum):
+    """Of all rows to one: a bias's gradient. Few columns keep few multiprocessors busy."""
+
+    def us(self, dtype: str, gpu: Gpu) -> float:
+        return max(SUM_US, super().us(dtype, gpu))
 
 
 class Sequences(NamedTuple):
@@ -76,7 +91,7 @@ def _around_back(unit: Unit, features: int, rows: int) -> Iterator[Call]:
     yield from (product(2 * h, h, rows), product(h, h, rows))
     yield from (product(GATES * h, features, rows), product(rows, features, GATES * h))
     if unit.bias:
-        yield from (Sum(rows * h), Sum(rows * GATES * h), Pointwise(2 * GATES * h))
+        yield from (RowsSum(rows * h), RowsSum(rows * GATES * h), Pointwise(2 * GATES * h))
 
 
 def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> float:
@@ -87,18 +102,21 @@ def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: boo
     h, rows, cells = unit.hidden, given.rows, len(unit.features)
     us = Pointwise(cells * given.sequences * h).us(dtype, gpu)
     step_us, step_back_us = steps_us(unit, dtype, in_tf32, given, training, gpu)
-    for features in unit.features:
-        us += product(rows, GATES * h, features).us(computed, gpu) + given.steps * step_us
+    small = is_small(unit, dtype, given)
+    start_us, start_back_us = (SMALL_US[0], SMALL_BACK_US[0]) if small else (0.0, 0.0)
+    for i, features in enumerate(unit.features):
+        beside = 1.0 if small or i == 0 else FURTHER_LAYER
+        us += product(rows, GATES * h, features).us(computed, gpu) + start_us + beside * given.steps * step_us
         if training:
-            sums = 2 * Sum(rows * GATES * h).us(dtype, gpu) if unit.bias else 0.0
+            sums = RowsSum(2 * rows * GATES * h).us(dtype, gpu) if unit.bias else 0.0
             products = (
                 product(rows, features, GATES * h),
                 product(GATES * h, features, rows),
                 product(GATES * h, h, rows),
             )
-            of_weights, of_steps = sums + sum(p.us(dtype, gpu) for p in products), given.steps * step_back_us
-            beside = is_small(unit, dtype, given, back=True)  # SMALL_STEP_BACK_US has gradients of weights
-            us += max(of_steps, of_weights) if beside else of_steps + of_weights
+            of_weights = sums + sum(p.us(dtype, gpu) for p in products)
+            of_steps = start_back_us + beside * given.steps * step_back_us
+            us += of_steps + of_weights if small else max(of_steps, of_weights)  # which streams of their own make
     return us
 
 
@@ -108,9 +126,9 @@ def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: 
     computed = "tf32" if dtype == "float32" and in_tf32 else dtype
     found = []
     for back in (False, True):
-        if is_small(unit, dtype, given, back):
+        if is_small(unit, dtype, given):
             multiplied = 2 * together * GATES * h * h / (gpu.library.flops[computed] * gpu.sms)
-            found.append(max(SMALL_STEP_BACK_US if back else SMALL_STEP_US, multiplied))
+            found.append(max((SMALL_BACK_US if back else SMALL_US)[1], multiplied))
             continue
         moved = OF_GATES_BACK if back else OF_GATES + KEPT * training
         made = product(together, h, GATES * h) if back else product(together, GATES * h, h)
@@ -119,5 +137,5 @@ def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: 
     return forward, back_us
 
 
-def is_small(unit: Unit, dtype: str, given: Sequences, back: bool) -> bool:
-    return unit.hidden <= (SMALL_BACK if back else SMALL) and dtype != "float64" and not given.packed
+def is_small(unit: Unit, dtype: str, given: Sequences) -> bool:
+    return unit.hidden <= SMALL and dtype in OF_SMALL and not given.packed

@@ -57,8 +57,8 @@ TOOLS = {
     "synccheck": BARRIERS,
 }
 # Of several versions these get the newest: before 2025.4 it took some orders by mbarriers for none, and pieces of which
-# cp.async reads the first bytes for whole ones. The others get the oldest: synccheck of 2026.4 takes an mbarrier where a
-# block before had one for one that is initialized twice.
+# cp.async reads the first bytes for whole ones. The others get the oldest: synccheck of 2026.4 takes an mbarrier where
+# a block before had one for one that is initialized twice.
 NEWEST = ("racecheck", "memcheck")
 MOST_SECONDS = 540  # for a tool
 SHARES = 4  # processes of a tool
