@@ -131,14 +131,14 @@ def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
     return None
 
 
-def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False) -> tuple[Run, ...]:
+def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False, many: bool = False) -> tuple[Run, ...]:
     """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
-    only where they are no faster together."""
+    only where they are no faster together. They are chosen for as many samples as x has, or for `many`."""
     text = stack.text_for(x)
     if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         return ()
     if x.is_cuda:
-        batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(x.numel() // (x.shape[-1] or 1))
+        batch_class = len(BATCHES) - 1 if many or is_compiling() else class_of_batch(x.numel() // (x.shape[-1] or 1))
         return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined, batch_class)
     return ((0, len(stack.layers), text),)
 

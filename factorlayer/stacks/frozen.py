@@ -126,7 +126,7 @@ class Frozen:
             return None
         if implementation == "auto" and why_auto_is_not_stacked(self.stack, x) is not None:
             return None
-        found = runs(self.stack, x, False)
+        found = runs(self.stack, x, False, many=True)  # packed once for any number of samples
         if len(found) != 1 or found[0][:2] != (0, count):
             return None
         choosing = implementation == "auto" and x.is_cuda

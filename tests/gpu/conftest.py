@@ -13,6 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benches is not installed with the package
 
 
+MOST_KEPT = 2 << 30  # bytes
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs much memory and time; leave out with -m 'not slow'")
 
@@ -33,6 +36,14 @@ def _kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["FACTORLAYER_CACHE"]
     else:
         os.environ["FACTORLAYER_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    """PyTorch keeps what a test has had; processes of a run share a GPU."""
+    yield
+    if torch.cuda.memory_reserved() > MOST_KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
