@@ -28,8 +28,8 @@ SMALL_US, SMALL_BACK_US = (25.0, 0.8), (3.0, 1.0)
 OF_GATES, KEPT, OF_GATES_BACK = 8, 4, 12
 
 
-# What a layer's steps behind those of another layer take, of which cuDNN's ordinary unit runs some at once: four layers of
-# 512 features, 16 sequences of 50 steps, forward and back, on an H100
+# What a layer's steps behind those of another layer take, of which cuDNN's ordinary unit runs some at once: four layers
+# of 512 features, 16 sequences of 50 steps, forward and back, on an H100
 FURTHER_LAYER = 0.51
 SUM_US = 11.4  # of a sum over few or many rows at least: 671 of 128 and of 384, in the same profiles
 
