@@ -12,6 +12,7 @@ from test_plan import LANES, conflicts
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.kernels.stack.dense_streamed import LEAST_SLOTS, DenseStreamed, WeightChunks, tile
+from factorlayer.kernels.stack.stack_cluster import StackCluster
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import BATCHES, plan_stack
@@ -38,10 +39,14 @@ def dense(*widths: int, activation: str = "relu") -> tuple[Chain, ...]:
 @dtypes
 @pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
 def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...], dtype: str) -> None:
-    for batch in BATCHES:
+    *_, found = plan_stack(dense(*widths), dtype, BATCHES[2], HOPPER).passes
+    assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
+    for batch in BATCHES[:2]:  # few samples may be shared out by clusters
         *_, found = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
-        assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
+        assert isinstance(found, DenseStreamed | StackCluster)
     for arch in (80, 89, 100, 120):
+        assert tile(dense(*widths), dtype, BATCHES[2], Gpu.of(arch)) is None
+    for arch in (80, 89):
         with pytest.raises(PlanError, match="no pass takes all layers"):
             plan_stack(dense(*widths), dtype, BATCHES[2], Gpu.of(arch))
     (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER).passes
@@ -53,8 +58,8 @@ def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...
 def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: str) -> None:
     """With their bytes in what it is predicted to take; behind the tensors are theirs."""
     for batch in BATCHES:
-        plain, found = (plan_stack(dense(*widths), dtype, batch, HOPPER, states=s).passes[-1] for s in (False, True))
-        assert isinstance(found, DenseStreamed) and ", states between them stored, " in str(found)
+        plain, found = (tile(dense(*widths), dtype, batch, HOPPER, states=s) for s in (False, True))
+        assert plain and found and ", states between them stored, " in str(found)
         assert found.us >= plain.us
         places = [found.struct(i)["STATE"] for i in range(len(widths) - 1)]
         assert places == [-1, *range(found.tensors, found.tensors + len(widths) - 2)]
