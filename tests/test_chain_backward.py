@@ -15,6 +15,8 @@ from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Reduction, Reductions
 from factorlayer.kernels.product.whole_kronecker import KroneckerGradients
+from factorlayer.kernels.resident import Resident
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
@@ -251,3 +253,30 @@ def test_few_samples_are_asked_of_by_themselves() -> None:
     assert worth == [True, False, False]
     assert planner.has_plan_of_few(chain.text, "float16", 90, 132, 232448)
     assert not planner.has_plan(chain.text, "float16", 90, 132, 232448)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_lines_that_lie_side_by_side_in_a_row_come_without_padding(dtype: str, emulator: Emulator) -> None:
+    """Chunks of five elements, eleven of which are a row of the first stage back."""
+    spec, gpu = kronecker((4, 16, 5, 17), (7, 11, 5, 11)), dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
+    found = visits(spec, dtype, 16, gpu, 2)
+    assert any(isinstance(p, ChainBackward) and p.chunk == 5 and len(p.work.steps) == 2 for p in found.passes)
+    check(spec, found, 3, emulator)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_same_forward(dtype: str, emulator: Emulator) -> None:
+    spec = dataclasses.replace(kronecker((11, 7, 9, 9), (5, 3, 7, 7)), rank=2)
+    gpu = dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
+    found = planner.plan(Chain.of(spec, False, "identity"), dtype, 16, gpu)
+    assert any(isinstance(p, Resident) and p.chunk == 27 and len(p.work.steps) == 2 for p in found.passes)
+    draw = drawing(dtype)
+    x, weights = (
+        draw(3, spec.in_features),
+        [draw(*shape) / 4 for shape in spec.weight_shapes],
+    )  # exactly, by a power of two
+    (*_, y), errors = emulator.run(found, emulator.compile(found), x, weights, None, blocks=2)
+    assert not errors
+    right = naive(spec, torch.from_numpy(x), [torch.from_numpy(w) for w in weights]).numpy()
+    error = np.linalg.norm(y.reshape(right.shape) - right) / np.linalg.norm(right)
+    assert error < (2e-3 if dtype == "float16" else 2e-2)

@@ -55,8 +55,9 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   // From a group's tile to its next one
   static DEVICE i64 step() { return i64(gridDim.x) * Pass::GROUPS; }
 
-  // Whether those lines of x come by registers, padded
-  template <int COPY> static constexpr bool pads_lines = COPY < 4 && is_void<typename Pass::Source>;
+  // Whether lines of x come by registers, and whether they are padded then
+  template <int COPY> static constexpr bool by_registers = COPY < 4 && is_void<typename Pass::Source>;
+  template <class R, class L, int COPY> static constexpr bool pads_lines = by_registers<COPY> && R::template kWholeRows<L>;
 
   // Copies a tile's units, if there is such a tile, to a slot.
   DEVICE void load(i64 tile, int slot) const {
@@ -67,7 +68,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       for (int held = 0; there && held < Pass::HELD; ++held) {
         Base::template load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
             state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
-        if constexpr (pads_lines<Pass::COPY>)
+        if constexpr (by_registers<Pass::COPY>)
           Base::template fetch<typename Pass::Input>(state_of(held), (tile + step()) * Pass::UNITS);
       }
       commit_copies();
@@ -718,7 +719,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
   DEVICE void pad(int slot) const {
     for (int held = 0; held < Pass::HELD; ++held)
-      zero_padding<typename Pass::FirstStage, !pads_lines<Pass::COPY>>(slot_address(slot) + held * Pass::kHeldBytes);
+      zero_padding<typename Pass::FirstStage, !pads_lines<typename Pass::Input, typename Pass::First, Pass::COPY>>(
+          slot_address(slot) + held * Pass::kHeldBytes);
   }
   DEVICE void finish_store() const {
     if constexpr (Pass::BULK_STORE)

@@ -213,7 +213,8 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
   template <i64 FEATURES> DEVICE i64 of_term() const { return i64(term()) * params.batch * FEATURES; }
 
   // Whether lines of them come by registers, padded
-  static constexpr bool kPadsX = Pass::PADDED && Base::template pads_lines<Pass::COPY_X>, kPadsG = Pass::PADDED && Pass::COPY_G < 4;
+  static constexpr bool kPadsX = Pass::PADDED && Base::template pads_lines<typename Pass::Input, typename Pass::X, Pass::COPY_X>;
+  static constexpr bool kPadsG = Pass::PADDED && Pass::COPY_G < 4 && Pass::Output::template kWholeRows<typename Pass::G>;
 
   // A tile of x and of each grad_y, if there is such a tile.
   DEVICE void load(i64 tile, i64 tiles, int slot) const {
@@ -225,12 +226,12 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
       const i64 here = tile * Pass::UNITS, next = (tile + Base::step()) * Pass::UNITS;
       Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X, Pass::PADDED>(x, here, slot_of(slot));
-      if constexpr (kPadsX) Base::template fetch<Input>(x, next);
+      if constexpr (Pass::PADDED && Base::template by_registers<Pass::COPY_X>) Base::template fetch<Input>(x, next);
       ROLL for (int t = 0; t < Pass::GRADS; ++t) {
         const Element* grad = g + t * params.batch * Pass::G_TERM;
         Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G, Pass::PADDED>(
             grad, here, slot_of(slot) + Pass::kStateBytes + t * Pass::kGradBytes);
-        if constexpr (kPadsG) Base::template fetch<Output>(grad, next);
+        if constexpr (Pass::PADDED && Pass::COPY_G < 4) Base::template fetch<Output>(grad, next);
       }
     }
     commit_copies();

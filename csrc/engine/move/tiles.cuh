@@ -52,9 +52,9 @@ template <class Pass> struct Tiles {
   }
 
   // x, and y below: a pointer, or Several. Of elements that only 2 bytes divide, eight of a line come at once, by registers, with
-  // zeros up to the next multiple of eight if lines may be PADDED.
+  // zeros up to the next multiple of eight if lines may be PADDED and are whole rows of the layout.
   template <class R, class L, int COPY, bool PADDED = true, class X> DEVICE void load_pieces(const X& x, i64 first, u32 to) const {
-    constexpr bool kByRegisters = COPY < 4, kEights = kByRegisters && PADDED && is_pointer<X>;
+    constexpr bool kByRegisters = COPY < 4, kEights = kByRegisters && PADDED && is_pointer<X> && R::template kWholeRows<L>;
     using M = Moved<R, L, kEights ? 16 : COPY>;
     const typename M::Walk lines(thread % M::THREADS);
     parts_of<R, M>(first, [&](i64 begin, int element, auto there) {

@@ -88,6 +88,8 @@ template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_S
   // Lines of a unit that lie together there and in a layout of shared memory, and from one to the next.
   template <class L> static constexpr int kRun = ROWS_ > 1 ? C : L::I > 1 ? L::STEP == L::I ? L::P * L::I : L::I : L::P;
   template <class L> static constexpr i64 kLineStep = ROWS_ > 1 ? STEP_ : kRun<L>;
+  // Whether these are whole rows of the layout, behind which there is padding. Several short ones may be side by side in a row.
+  template <class L> static constexpr bool kWholeRows = kRun<L> % (L::I > 1 ? L::I : L::P) == 0;
 
   // Of a tile whose first unit is u: where its slice begins, which chunk of that it is, which unit of its sample, and the feature
   // that its element e is.
