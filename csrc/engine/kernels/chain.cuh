@@ -56,8 +56,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   static DEVICE i64 step() { return i64(gridDim.x) * Pass::GROUPS; }
 
   // Whether lines of x come by registers, and whether they are padded then
-  template <int COPY> static constexpr bool by_registers = COPY < 4 && is_void<typename Pass::Source>;
-  template <class R, class L, int COPY> static constexpr bool pads_lines = by_registers<COPY> && R::template kWholeRows<L>;
+  template <int COPY> static constexpr bool comes_by_registers = COPY < 4 && is_void<typename Pass::Source>;
+  template <class R, class L, int COPY> static constexpr bool pads_lines = comes_by_registers<COPY> && R::template kWholeRows<L>;
 
   // Copies a tile's units, if there is such a tile, to a slot.
   DEVICE void load(i64 tile, int slot) const {
@@ -68,7 +68,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       for (int held = 0; there && held < Pass::HELD; ++held) {
         Base::template load_pieces<typename Pass::Input, typename Pass::First, Pass::COPY>(
             state_of(held), tile * Pass::UNITS, slot_address(slot) + held * Pass::kHeldBytes);
-        if constexpr (by_registers<Pass::COPY>)
+        if constexpr (comes_by_registers<Pass::COPY>)
           Base::template fetch<typename Pass::Input>(state_of(held), (tile + step()) * Pass::UNITS);
       }
       commit_copies();

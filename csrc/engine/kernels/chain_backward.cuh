@@ -226,7 +226,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
       if constexpr (Pass::X_TERM > 0) x += of_term<Pass::X_TERM>();
       const i64 here = tile * Pass::UNITS, next = (tile + Base::step()) * Pass::UNITS;
       Base::template load_pieces<Input, typename Pass::X, Pass::COPY_X, Pass::PADDED>(x, here, slot_of(slot));
-      if constexpr (Pass::PADDED && Base::template by_registers<Pass::COPY_X>) Base::template fetch<Input>(x, next);
+      if constexpr (Pass::PADDED && Base::template comes_by_registers<Pass::COPY_X>) Base::template fetch<Input>(x, next);
       ROLL for (int t = 0; t < Pass::GRADS; ++t) {
         const Element* grad = g + t * params.batch * Pass::G_TERM;
         Base::template load_pieces<Output, typename Pass::G, Pass::COPY_G, Pass::PADDED>(
