@@ -124,10 +124,9 @@ class Emulated:
         dtype, batch, architecture = rng.choice(DTYPES), rng.choice([1, 5, 40, 130, 150]), rng.choice([80, 90])
         activation = rng.choice(["relu", "gelu", "tanh", "silu", "learned"])
         layers = stack_of(widths, dtype, activation, "learned" if activation == "learned" else "identity")
-        words, gpu = f"stack {widths} {dtype} n{batch} {activation} sm_{architecture}", Gpu.of(architecture)
-        return words, lambda: check_stack(
-            plan_stack(tuple(layers), dtype, BATCHES[-1], replace(gpu, sms=2)), layers, batch, self.emulator
-        )
+        planned, gpu = rng.choice(BATCHES), replace(Gpu.of(architecture), sms=rng.choice([2, 16]))
+        words = f"stack {widths} {dtype} n{batch} of {planned} {activation} sm_{architecture} of {gpu.sms}"
+        return words, lambda: check_stack(plan_stack(tuple(layers), dtype, planned, gpu), layers, batch, self.emulator)
 
     def inputs(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         """A layer that reads x as several tensors, forward and back."""

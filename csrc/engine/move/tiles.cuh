@@ -67,7 +67,7 @@ template <class Pass> struct Tiles {
             });
       } else if constexpr (kEights) {
         static_assert(L::ROW % 8 == 0 && (L::I == 1 || L::STEP % 8 == 0), "lines begin at whole 16 bytes");
-        const Element* const end = x + units / R::CHUNKS * R::SLICE;
+        const Element* const end = x + (units / R::CHUNKS - 1) * R::SLICE + R::kExtent;
         lines.template each<4>(
             element,
             [&](int, i64 offset, int e, int left) {

@@ -82,6 +82,7 @@ template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_S
   static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_, WIDTH = WIDTH_;
   static constexpr i64 STEP = STEP_, SLICE = SLICE_;
   static constexpr bool kDense = kSize == SLICE_;
+  static constexpr i64 kExtent = (ROWS_ - 1) * STEP_ + (WIDTH > 0 ? WIDTH : CHUNKS * C);  // from the first element of a slice to its end
   static DEVICE i64 unit(i64 u) { return u / CHUNKS * SLICE_ + u % CHUNKS * C; }
   static DEVICE i64 at(int e) { return ROWS_ == 1 ? e : e / C * STEP_ + e % C; }
 
