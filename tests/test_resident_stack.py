@@ -111,12 +111,12 @@ def test_states_are_stored(widths: list[int], dtype: str, activation: str, batch
     check_states(plan_stack(tuple(layers), dtype, LARGE, ON_AMPERE, states=True), layers, batch, emulator)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emulator) -> None:
+INTO_INFINITIES = [5, 20, 20, 3]  # widths of layers for check_infinities()
+
+
+def check_infinities(found: Plan, layers: list[Chain], emulator: Emulator) -> None:
     """Of samples and of weights; what activations make finite again is so, beside padding as well."""
-    layers = stack_of([5, 20, 20, 3], dtype, "sigmoid")
-    found = plan_stack(tuple(layers), dtype, LARGE, ON_AMPERE)
-    draw = drawing(dtype)
+    draw = drawing(found.dtype)
     x, tensors = draw(20, 5), drawn_tensors(layers, draw)
     x[3, 1], x[4, 0], x[5, 4], x[6, :2] = np.inf, -np.inf, np.nan, (np.inf, -np.inf)
     for broken in (False, True):
@@ -128,6 +128,12 @@ def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emu
         y = y.reshape(20, 3)
         np.testing.assert_array_equal(np.isnan(y), np.isnan(right))
         np.testing.assert_allclose(y, right, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emulator) -> None:
+    layers = stack_of(INTO_INFINITIES, dtype, "sigmoid")
+    check_infinities(plan_stack(tuple(layers), dtype, LARGE, ON_AMPERE), layers, emulator)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from compiled import UsageOf
 from emulator.driver import Emulator
 from oracle import kronecker
-from test_emulator import check_stack, check_states, drawing, drawn_tensors, run_in_torch, stack_of
-from test_resident_stack import MOST_SPILLED, OPTIONS, dense
+from test_emulator import check_stack, check_states, drawing, drawn_tensors, stack_of
+from test_resident_stack import INTO_INFINITIES, MOST_SPILLED, OPTIONS, check_infinities, dense
 
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.stack.stack_cluster import StackCluster, tile, tilings
@@ -81,21 +79,8 @@ def test_states_are_stored(widths: list[int], dtype: str, activation: str, batch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinities_and_what_is_no_number_are_pytorchs(dtype: str, emulator: Emulator) -> None:
-    """Of samples and of weights; what activations make finite again is so, beside padding as well."""
-    layers = stack_of([5, 20, 20, 3], dtype, "sigmoid")
-    found = tiled(layers, dtype, cluster=2, units=16, warps=4)
-    draw = drawing(dtype)
-    x, tensors = draw(20, 5), drawn_tensors(layers, draw)
-    x[3, 1], x[4, 0], x[5, 4], x[6, :2] = np.inf, -np.inf, np.nan, (np.inf, -np.inf)
-    for broken in (False, True):
-        if broken:
-            tensors[0][7, 2] = -np.inf
-        right = run_in_torch(layers, torch.from_numpy(x), [torch.from_numpy(t) for t in tensors]).numpy()
-        (y,), errors = emulator.run(found, emulator.compile(found), x, tensors, None, blocks=2)
-        assert not errors and np.isnan(right[5]).all() and (broken or np.isfinite(right[3]).all())
-        y = y.reshape(20, 3)
-        np.testing.assert_array_equal(np.isnan(y), np.isnan(right))
-        np.testing.assert_allclose(y, right, rtol=0.1, atol=0.1)
+    layers = stack_of(INTO_INFINITIES, dtype, "sigmoid")
+    check_infinities(tiled(layers, dtype, cluster=2, units=16, warps=4), layers, emulator)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ class StackCluster(ResidentStack):
     @kept
     def start_us(self) -> float:
         """Until weights have come, and been put to their places."""
-        gpu, odd = self.gpu, sum(p * stage.q for (p, _), stage in self._shares if p * self.size % 4)
+        gpu, shares = self.gpu, zip(self.sizes, self.plain, strict=True)
+        odd = sum(p * stage.q for (p, _), stage in shares if p * self.size % 4)
         placed = odd / 8 * OF_EIGHT / 32 / gpu.instructions * waits_of(self.warps)
         return gpu.rates.behind_us + gpu.rates.wait_us + self.weight_bytes / gpu.rates.l2_bytes + placed + SYNC_US
 
@@ -88,10 +89,6 @@ class StackCluster(ResidentStack):
             us += together(multiply, move, (issue + behind / gpu.instructions) * waits_of(busy * _beside(stage)))
         given = sum(stage.q for stage in self.plain[:-1]) * self.units * (self.cluster - 1) * self.size
         return us + given / GIVEN_BYTES + (len(self.plain) - 1) * (SYNC_US + ACROSS_US) + 2 * gpu.rates.sync_us
-
-    @property
-    def _shares(self) -> Iterator[tuple[tuple[int, int], Stage]]:
-        return zip(self.sizes, self.plain, strict=True)
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
