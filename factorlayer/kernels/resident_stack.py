@@ -17,7 +17,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Told, ask_for, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest
 from factorlayer.kernels.resident import Resident, copied_at_once, region_of
 from factorlayer.kernels.stages import Layout, Stage, memory_of, together
 from factorlayer.kernels.tiling import (
@@ -200,12 +200,7 @@ def tensor(i: int) -> str:
 @functools.lru_cache(512)
 def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> ResidentStack | None:
     """The fastest tiling by prediction, or None where this family has no kernel."""
-
-    def both_us(plan: ResidentStack) -> float:
-        """For so many samples and for twice as many: one number alone may just fill the last round of tiles."""
-        return plan.us + plan.us_of(2 * batch)
-
-    return min(tilings(layers, dtype, batch, gpu, states), key=both_us, default=None)
+    return steadiest(tilings(layers, dtype, batch, gpu, states), batch)
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[ResidentStack]:

@@ -27,7 +27,7 @@ from factorlayer.kernels.chain_backward import (
     ways_of,
 )
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.passes import MOST_TENSORS
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest
 from factorlayer.kernels.resident import copied_at_once, stage_type
 from factorlayer.kernels.stages import NO_TILES, Layout, Stage, TileUs, row_step, together
 from factorlayer.kernels.tiling import WEIGHTS_AT_ONCE, odd_us, of_pieces, predict, stage_for, waits_of
@@ -311,12 +311,7 @@ def _tensor(i: int) -> str:
 @functools.lru_cache(512)
 def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> StackBackward | None:
     """The fastest tiling by prediction, or None where this family has no kernel."""
-
-    def both_us(plan: StackBackward) -> float:
-        """For so many samples and for twice as many: one number alone may just fill the last round of tiles."""
-        return plan.us + plan.us_of(2 * batch)
-
-    return min(tilings(layers, dtype, batch, gpu), key=both_us, default=None)
+    return steadiest(tilings(layers, dtype, batch, gpu), batch)
 
 
 def tilings(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iterator[StackBackward]:

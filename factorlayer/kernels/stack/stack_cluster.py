@@ -16,7 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest
 from factorlayer.kernels.resident import copied_at_once, region_of, type_of_stage
 from factorlayer.kernels.resident_stack import OF_END, ResidentStack, tensor, work_of
 from factorlayer.kernels.stages import Stage, together
@@ -152,12 +152,7 @@ class StackCluster(ResidentStack):
 @functools.lru_cache(512)
 def tile(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> StackCluster | None:
     """The fastest tiling by prediction, or None where this family has no kernel."""
-
-    def both_us(plan: StackCluster) -> float:
-        """For so many samples and for twice as many: one number alone may just fill the last round of tiles."""
-        return plan.us + plan.us_of(2 * batch)
-
-    return min(tilings(layers, dtype, batch, gpu, states), key=both_us, default=None)
+    return steadiest(tilings(layers, dtype, batch, gpu, states), batch)
 
 
 def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False) -> Iterator[StackCluster]:
