@@ -7,6 +7,7 @@ instructions.cuh, which it replaces, and what the compilers for GPUs make of the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ from factorlayer.kernels.kronecker import (
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import few
+from factorlayer.kernels.product import turn as turns
 from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
@@ -1895,18 +1897,42 @@ TURNS = [
 ]
 
 
+def rounded_to_tf32(x: Array) -> Array:
+    return (x.astype(np.float32).view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32).astype(np.float64)
+
+
 @pytest.mark.parametrize("turn", TURNS, ids=str)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "bfloat16"])
 def test_turn(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> None:
     """In tf32, floats are rounded."""
     matrices, rows, columns = turn
     x = decode(encode(np.random.default_rng(0).standard_normal((5, matrices * rows * columns)), dtype), dtype)
-    kept = x if dtype != "tf32" else (x.astype(np.float32).view(np.uint32) + 0x1000 & 0xFFFFE000).view(np.float32)
+    kept = rounded_to_tf32(x) if dtype == "tf32" else x
     for seed, planned in enumerate((SMALL, LARGE)):
         found = plan(Chain((), turn=turn), dtype, planned, Gpu.of(80))
         outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(5, -1), [], None, blocks=2, seed=seed)
         assert not errors
         right = kept.reshape(5, matrices, rows, columns).swapaxes(2, 3)
+        np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
+
+
+@pytest.mark.parametrize("turn", [(1, 3, 7), (3, 13, 37), (2, 13, 200), (1, 59, 131), (7, 25, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "bfloat16", "float16"])
+def test_whole_matrices_are_turned(turn: tuple[int, int, int], dtype: str, emulator: Emulator) -> None:
+    """The last block has fewer, and may end within 16 bytes, or a word."""
+    matrices, rows, columns = turn
+    gpu = Gpu.of(80)
+    made = turns.whole(*turn, dtype, LARGE, gpu)
+    assert made
+    together = 16 // math.gcd(16, ELEMENT_BYTES[dtype] * rows * columns)
+    found = Plan(Chain((), turn=turn), dtype, LARGE, gpu, (replace(made, together=together),))
+    kernels = emulator.compile(found)
+    for batch, seed in itertools.product((5, 8), (0, 1)):
+        x = decode(encode(np.random.default_rng(0).standard_normal((batch, matrices * rows * columns)), dtype), dtype)
+        outputs, errors = emulator.run(found, kernels, x.reshape(batch, -1), [], None, blocks=2, seed=seed)
+        assert not errors
+        kept = rounded_to_tf32(x) if dtype == "tf32" else x
+        right = kept.reshape(batch, matrices, rows, columns).swapaxes(2, 3)
         np.testing.assert_array_equal(outputs[-1].ravel(), right.ravel())
 
 

@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import ELEMENT, Told, constants
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.work import round_up
 
 ACCESSES = 4  # of a thread, on their way at once
 BLOCKS = 5  # on a multiprocessor: some read while others write
+WHOLE_BYTES = 24 << 10  # of whole matrices that a block takes, or more
+OF_WORD = 24  # instructions for what a thread stores of them at once
 # Times what memory takes by its bandwidth; and cycles of a multiprocessor for a warp's access, however narrow. Of 37
 # turns in drawn layers on one H100, 35 are within 30 %.
 MEMORY, ACCESS_CYCLES = 1.1, 8
@@ -104,3 +106,74 @@ class Turn(Pass):
         told |= {"READ": self.read, "WRITE": self.write, "THREADS": self.threads, "ROUNDS": self.dtype == "tf32"}
         told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (self.rows, 1), strict=True))
         return constants(told)
+
+
+@dataclass(frozen=True)
+class TurnWhole(Turn):
+    """The same by whole matrices: a block takes `together` of them, which lie in memory one behind another, before and
+    after. So what rows or columns have besides whole words costs no accesses of single elements."""
+
+    together: int = 1
+
+    template = "TurnWhole"
+
+    @property
+    def shared(self) -> int:
+        return self.together * self.rows * self.columns * self.size
+
+    @property
+    def blocks(self) -> int:
+        return min(BLOCKS, (self.gpu.shared + 1024) // (self.shared + 1024))
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.matrices
+
+    @property
+    def units_per_block(self) -> int:
+        return self.together
+
+    @property
+    def us(self) -> float:
+        """Predicted: the longest of memory's time, that of instructions, and of reads that meet in banks, of as many
+        blocks as the multiprocessor with most has."""
+        blocks = -(-self.batch * self.matrices // self.together)
+        elements = -(-blocks // self.gpu.sms) * self.together * self.rows * self.columns
+        words = max(1, self.size // 4)  # of an element
+        meet = words * math.gcd(self.columns, 32 // words) * elements / 32 / self.gpu.rates.cycles
+        issue = OF_WORD * min(1, self.size / 4) * elements / 32 / self.gpu.instructions
+        moved = MEMORY * 2 * elements * self.size / self.gpu.memory_bytes
+        return 1.7 + self.gpu.rates.wait_us + max(moved, issue, meet)
+
+    def __str__(self) -> str:
+        return f"turn: {self.rows}×{self.columns}, {self.together} of them at once"
+
+    @property
+    def told(self) -> list[str]:
+        told: Told = {"Element": ELEMENT[self.dtype], "MATRICES": self.matrices, "ROWS": self.rows}
+        told |= {"COLUMNS": self.columns, "TOGETHER": self.together, "THREADS": self.threads}
+        return constants(told | {"ROUNDS": self.dtype == "tf32"})
+
+
+def tile(
+    matrices: int,
+    rows: int,
+    columns: int,
+    dtype: str,
+    batch: int,
+    gpu: Gpu,
+    mixed: tuple[int, int] | None = None,
+) -> tuple[Turn]:
+    """The faster of both by prediction."""
+    by_tiles = Turn(matrices, rows, columns, dtype, batch, gpu, mixed)
+    found = None if mixed else whole(matrices, rows, columns, dtype, batch, gpu)
+    return (min([by_tiles, *([found] if found else [])], key=lambda turn: turn.us),)
+
+
+def whole(matrices: int, rows: int, columns: int, dtype: str, batch: int, gpu: Gpu) -> TurnWhole | None:
+    """With as many matrices together as begin at whole 16 bytes."""
+    of_one = rows * columns * ELEMENT_BYTES[dtype]
+    least = 16 // math.gcd(16, of_one)
+    together = least * max(1, WHOLE_BYTES // (least * of_one))
+    found = TurnWhole(matrices, rows, columns, dtype, batch, gpu, together=together)
+    return found if found.shared <= gpu.shared else None

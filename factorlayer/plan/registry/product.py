@@ -13,12 +13,12 @@ from factorlayer.kernels.product import (
     few,
     mapped,
     streamed,
+    turn,
     whole_kronecker,
     whole_monarch,
     wide,
     wide_gradient,
 )
-from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -107,7 +107,7 @@ COLUMNS = Family(
     "gradients",
     Takes(slopes=True),
 )
-TURN = Family("Turned states, weights, grad_y", Turn, (Turn,), "untied", told=("mixed",))
+TURN = Family("Turned states, weights, grad_y", turn.tile, (turn.Turn, turn.TurnWhole), "untied", told=("mixed",))
 OF_COLUMNS, OF_TURN = (COLUMNS,), (TURN,)
 OF_PRODUCT_AND_SLOPES = (WIDE,)
 

@@ -101,3 +101,48 @@ template <class Pass> struct Turn {
     }
   }
 };
+
+// The same of whole matrices: a block copies TOGETHER of them as they lie, one behind another, and stores them as they will lie.
+// Threads read single elements in shared memory, and store words: one element, or of 16 bits two.
+//
+// Pass:  Element, MATRICES, ROWS, COLUMNS, TOGETHER (matrices, multiples of 16 bytes), THREADS, ROUNDS
+template <class Pass> struct TurnWhole {
+  using Element = typename Pass::Element;
+  static constexpr int ROWS = Pass::ROWS, COLUMNS = Pass::COLUMNS, kOne = ROWS * COLUMNS, THREADS = Pass::THREADS;
+  static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize, kWord = kSize == 2 ? 2 : 1;  // elements
+  static_assert(Pass::TOGETHER * kOne % kPiece == 0);
+
+  const Params& params;
+  DEVICE TurnWhole(const Params& given) : params(given) {}
+
+  static DEVICE int from(int matrix, int c, int r) { return matrix * kOne + r * COLUMNS + c; }
+
+  DEVICE void run() const {
+    const u32 memory = shared_address(shared_memory);
+    const i64 first = i64(blockIdx.x) * Pass::TOGETHER;
+    const int elements = int(min(params.batch * Pass::MATRICES - first, i64(Pass::TOGETHER))) * kOne, pieces = elements / kPiece;
+    const Element* x = static_cast<const Element*>(params.x) + first * kOne;
+    Element* y = static_cast<Element*>(params.y) + first * kOne;
+    UNROLL_BY(4) for (int at = threadIdx.x; at < pieces; at += THREADS) copy_async<16>(memory + at * 16, x + at * kPiece, true);
+    if (const int at = pieces * kPiece + threadIdx.x; at < elements) store_shared(memory + at * kSize, x[at]);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();
+    UNROLL_BY(4) for (int at = threadIdx.x * kWord; at < elements; at += THREADS * kWord) {
+      const int matrix = at / kOne, place = at - matrix * kOne, c = place / ROWS, r = place - c * ROWS;
+      const u32 here = memory + from(matrix, c, r) * kSize;
+      if constexpr (kSize == 2) {
+        const int next = r + 1 < ROWS ? from(matrix, c, r + 1) : c + 1 < COLUMNS ? from(matrix, c + 1, 0) : from(matrix + 1, 0, 0);
+        const u16 lower = load_u16(here);
+        if (at + 1 < elements)
+          store_global(reinterpret_cast<u32*>(y + at), u32(lower) | u32(load_u16(memory + next * kSize)) << 16);
+        else
+          store_global(reinterpret_cast<u16*>(y + at), lower);
+      } else if constexpr (Pass::ROUNDS) {
+        store_global(reinterpret_cast<u32*>(y + at), tf32_of(load_u32(here)));
+      } else {
+        store_words<kSize>(y + at, load_words<kSize>(here));
+      }
+    }
+  }
+};
