@@ -16,7 +16,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
 MOST_TENSORS = 61  # of a stack that a kernel is given, and one more for the gradient behind them
-CHUNK_BYTES = 256 << 20  # of a state between passes: each pass then runs long enough for its start not to count
+CHUNK_BYTES = 512 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
 class Pass:
@@ -156,11 +156,6 @@ class Pass:
         """Bytes that it needs of the scratch buffers beside states: of s0 and s1 for a sample, of s2 for all, and maybe
         of others for a sample."""
         return 0, 0, 0
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of a state between passes, for samples that go through them together; 0 where it does not matter."""
-        return 0
 
     @property
     def most_samples(self) -> int:

@@ -68,10 +68,9 @@ class Plan:
     def chunk(self) -> int:
         """Samples that go through all passes together, a multiple of CHUNK, of which any rows are whole pieces of 16
         bytes; 0 is the whole batch."""
-        if self._handing_on:
-            wanted = max(p.chunk_bytes for p in self.passes) or CHUNK_BYTES
-            return max(CHUNK, wanted // max(self.scratch[:2]) // CHUNK * CHUNK)
-        return max(p.most_samples for p in self.passes) // CHUNK * CHUNK
+        bounds = [p.most_samples for p in self.passes if p.most_samples]
+        bounds += [CHUNK_BYTES // max(self.scratch[:2])] if self._handing_on else []
+        return max(CHUNK, min(bounds) // CHUNK * CHUNK) if bounds else 0
 
     def _buffers(self, i: int) -> tuple[str, str]:
         """What a pass reads and writes, states in two buffers in turn."""

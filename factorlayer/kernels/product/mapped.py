@@ -15,7 +15,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass, tensor_map
+from factorlayer.kernels.passes import Pass, tensor_map
 from factorlayer.kernels.product.streamed import Product
 
 ROWS = 128  # of a tile
@@ -78,10 +78,6 @@ class Mapped(Pass):
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return max(1, ROWS // self.tiles)
-
-    @property
-    def chunk_bytes(self) -> int:
-        return CHUNK_BYTES
 
     @property
     def most_samples(self) -> int:

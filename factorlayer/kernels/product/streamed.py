@@ -45,8 +45,6 @@ TILES_SPLIT = {(4, 4): 240, (2, 6): 200, (2, 4): 160, (1, 8): 168, (1, 4): 112, 
 TILES_64 = {(4, 4): 240, (2, 4): 168, (1, 4): 112, (1, 2): 80, (1, 1): 64}
 TILES = {"float64": TILES_64, "float32": TILES_SPLIT, "tf32": TILES_32, "bfloat16": TILES_16, "float16": TILES_16}
 
-STREAMED_CHUNK_BYTES = 40 << 20  # of a state between passes that it pays to find in the L2
-
 
 @dataclass(frozen=True)
 class Product:
@@ -338,10 +336,6 @@ class Streamed(Pass):
     @property
     def units_per_block(self) -> int:
         return self.bm if self.product.by_rows else self.bn
-
-    @property
-    def chunk_bytes(self) -> int:
-        return STREAMED_CHUNK_BYTES
 
     @property
     def output_bytes(self) -> int:

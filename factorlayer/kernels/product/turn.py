@@ -34,8 +34,11 @@ class Turn(Pass):
     mixed: tuple[int, int] | None = None
 
     threads = 256
-    blocks = BLOCKS
     blocks_per_sm = 0  # as many as there is work
+
+    @property
+    def blocks(self) -> int:
+        return BLOCKS
 
     @kept
     def tile(self) -> tuple[int, int, int]:

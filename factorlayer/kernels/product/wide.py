@@ -15,7 +15,7 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import CHUNK_BYTES, Pass
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -264,10 +264,6 @@ class Wide(Pass):
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         each = self.rows * self.every
         return each if self._is_small else max(1, each // self.tiles)
-
-    @property
-    def chunk_bytes(self) -> int:
-        return CHUNK_BYTES
 
     @property
     def reads_prepared(self) -> bool:
