@@ -3,14 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from factorlayer import FactorLinear, load_converted
+from factorlayer import FactorLinear, convert, load_converted
 from factorlayer.cli.app import app
 
 NETS = """
@@ -21,8 +23,42 @@ def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = make_model()
+
+    def forward(self, x, scale=None):
+        return self.net(x if scale is None else x * scale)
+
+def scaled():
+    return Scaled()
+
 def empty():
     return nn.Sequential(nn.GELU())
+
+def batches():
+    torch.manual_seed(1)
+    return [torch.randn(40, 16), (torch.randn(24, 16),)]
+
+def one_by_one():
+    yield from batches()
+
+def broken():
+    yield torch.ones(1, 16)
+    raise KeyError("no more")
+
+def no_batches():
+    return []
+
+def a_number():
+    return 3
+
+def lists():
+    return [[torch.ones(2, 16)]]
+
+def at_its_end():
+    return [iter([1])]
 """
 MONARCH = "*=monarch,blocks=4,rank=2"
 
@@ -95,6 +131,141 @@ def test_fresh_weights_have_no_error(nets: Path) -> None:
     assert read["changes"][0]["error"] is None and read["mapping"]["0"]["blocks"] == [4, 2]
 
 
+def batches() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(40, 16), torch.randn(24, 16)]
+
+
+def write(name: str, given: Any) -> None:
+    if name.endswith(".npy"):
+        np.save(name, given.numpy())
+    elif name.endswith(".safetensors"):
+        save_file(given, name)
+    else:
+        torch.save(given, name)
+
+
+def as_files() -> dict[str, tuple[str, Any]]:
+    """The same batches, and of the first one, in each way in which a file may hold them."""
+    first, second = batches()
+    return {
+        "pt": ("x.pt", [first, (second,)]),
+        "pth of names": ("x.pth", [{"input": first}, {"input": second}]),
+        "numbers": ("x.safetensors", {"0": first, "1": second}),
+        "numbers and names": ("x.safetensors", {"10.input": second, "9.input": first}),
+        "one tensor": ("x.pt", first),
+        "arguments": ("x.pt", (first,)),
+        "one name": ("x.safetensors", {"input": first}),
+        "another name": ("x.safetensors", {"x": first}),
+        "npy": ("x.npy", first),
+    }
+
+
+@pytest.mark.parametrize("kind", as_files())
+def test_inputs_of_a_file_fit_as_convert_does(kind: str, nets: Path) -> None:
+    name, given = as_files()[kind]
+    write(name, given)
+    several = isinstance(given, list) or len(given) == 2
+    check_fitted(name, batches() if several else batches()[:1])
+
+
+def test_inputs_of_a_function_fit_as_convert_does(nets: Path) -> None:
+    for function in ("batches", "one_by_one"):
+        check_fitted(f"nets.py:{function}", batches())
+
+
+def check_fitted(inputs: str, right: list[torch.Tensor]) -> None:
+    """By the bits of what is written, and by what is said of it."""
+    model = make()
+    done = convert(model, {"*": dict(structure="monarch", blocks=4, rank=2)}, inputs=right)
+    found = run("convert", *MODEL, "--map", MONARCH, "--inputs", inputs, "--output", "y.safetensors", "--json")
+    assert found.exit_code == 0, found.output
+    read = json.loads(found.stdout)
+    assert read["inputs"] == inputs and not read["dry_run"]
+    assert read["changes"] == [change.to_json() for change in done.changes] and read["changes"][0]["fit"]
+    written = load_file("y.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_several_arguments_come_by_name(nets: Path) -> None:
+    first, second = batches()
+    scale = torch.full((1,), 0.5)
+    save_file({"0.x": first, "0.scale": scale, "1.x": second}, "x.safetensors")
+    found = run("convert", "--model", "nets.py:scaled", "--map", MONARCH, "--inputs", "x.safetensors", "--json")
+    model = nn.ModuleDict({"net": make()})
+    model.forward = lambda x: model["net"](x)  # type: ignore[assignment]
+    right = convert(model, {"*": dict(structure="monarch", blocks=4, rank=2)}, inputs=[first * scale, second])
+    assert json.loads(found.stdout)["changes"] == [change.to_json() for change in right.changes]
+
+
+def test_inputs_without_output_are_a_dry_run_too(nets: Path) -> None:
+    found = run("convert", *MODEL, "--budget", "0.8", "--inputs", "nets.py:batches")
+    assert found.exit_code == 0, found.output
+    assert "fitted" in found.stdout.splitlines()[0] and "parameters would become" in found.stdout
+    assert "Nothing was written: give --output." in found.stdout
+    assert sorted(path.name for path in nets.iterdir() if path.is_file()) == ["nets.py"]
+
+
+def bad_inputs() -> list[tuple[str, Any, str]]:
+    x = torch.ones(3, 16)
+    return [
+        ("no.pt", None, "no.pt cannot be read as .pt (FileNotFoundError"),
+        ("no.safetensors", None, "no.safetensors cannot be read as .safetensors"),
+        (
+            "x.csv",
+            None,
+            "'--inputs': it should be a file of tensors (.safetensors, .pt, .pth, .npy), or path/to/file.py:",
+        ),
+        ("nets.py:none", None, "nets.py should have a function none"),
+        ("nets.py:broken", None, "nets.py:broken() raised KeyError: 'no more'"),
+        ("nets.py:no_batches", None, "nets.py:no_batches should have batches, there are none"),
+        ("nets.py:a_number", None, "convert: inputs should be batches, such as a list, .* it is a int"),
+        ("nets.py:lists", None, "nets.py:lists: batch 0 should be a tensor, a tuple of .*; it is a list"),
+        ("nets.py:at_its_end", None, "batch 0 should be a tensor, .*; it is a list_iterator"),
+        ("x.pt", [], "x.pt should have batches, there are none"),
+        ("x.pt", [x, x[:0]], "x.pt: batch 1 should have samples; it is [0, 16] of torch.float32"),
+        ("x.pt", [{}], "x.pt: batch 0 should have samples; it is no tensor"),
+        ("x.pt", [x, 3], "x.pt: batch 1 should be a tensor"),
+        (
+            "x.pt",
+            [x, x[:, :7]],
+            "x.pt: batch 1 ([3, 7] of torch.float32) does not go through the model: RuntimeError: mat1",
+        ),
+        ("x.npy", x.double(), "x.npy: batch 0 ([3, 16] of torch.float64) does not go through the model"),
+        ("x.npy", x[0, 0] * 2, "x.npy: batch 0 ([] of torch.float32) does not go through the model"),
+        (
+            "x.safetensors",
+            {"input": x, "mask": x + 1},
+            "does not go through the model: TypeError: .*unexpected keyword argument 'mask'",
+        ),
+        (
+            "x.safetensors",
+            {"0": x, "input": x + 1},
+            "x.safetensors should name its tensors all in one way: .*; they are 0, input",
+        ),
+        ("x.safetensors", {"0": x, "0.input": x + 1}, "should name its tensors all in one way"),
+        ("x.pt", x * torch.nan, "convert: 0: inputs should be finite; batch 0 has infinite numbers or NaN"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "given", "said"), bad_inputs())
+def test_inputs_that_are_refused(name: str, given: Any, said: str, nets: Path) -> None:
+    if given is not None:
+        write(name, given)
+    done = run("convert", *MODEL, "--map", MONARCH, "--inputs", name, "--output", "y.safetensors")
+    assert done.exit_code == 2 and "'--inputs'" in done.stderr, done.stderr
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), words(done.stderr)), done.stderr
+    assert not (nets / "y.safetensors").exists()
+
+
+def test_inputs_that_hold_pickled_objects_are_not_run(nets: Path) -> None:
+    np.save("x.npy", np.array([print], dtype=object), allow_pickle=True)
+    torch.save(make(), "x.pt")
+    for name in ("x.npy", "x.pt"):
+        done = run("convert", *MODEL, "--map", MONARCH, "--inputs", name)
+        assert done.exit_code == 2 and f"{name} cannot be read as" in words(done.stderr)
+
+
 def test_a_budget_proposes_the_map(nets: Path) -> None:
     read = json.loads(run("convert", *MODEL, "--budget", "0.5", "--json").stdout)
     assert read["mapping"] and read["parameters_after"] <= 0.5 * read["parameters_before"]
@@ -119,6 +290,14 @@ def test_report_predicts_measures_and_draws(nets: Path) -> None:
         ("convert", "Missing option '--model'"),
         ("convert --model nets.py:make_model", "'--map': say which layers become what by --map, or give --budget"),
         ("convert --model nets.py:make_model --map *=monarch --budget 0.5", "and not both"),
+        (
+            "convert --model nets.py:make_model --map *=monarch --fresh --inputs nets.py:batches",
+            "'--fresh': it was given where it has no meaning: --inputs fits layers from their projections on",
+        ),
+        (
+            "convert --model nets.py:make_model --map *=monarch,blocks=3 --inputs nets.py:batches",
+            "'--map': convert: 0 (Linear 16 -> 32)",
+        ),
         ("convert --model nets.py:nothing --map *=monarch", "'--model': nets.py should have a function nothing"),
         ("convert --model nets.py:make_model --map *=monarch,blocks=3", "K=3 does not divide in_features=16; divisors"),
         ("convert --model nets.py:make_model --map *=butterfly", "structure should be one of 'kronecker', 'monarch'"),
@@ -166,7 +345,7 @@ def test_what_is_refused(arguments: str, said: str, nets: Path) -> None:
 
 def test_without_safetensors(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("factorlayer.cli.whole.importlib.util.find_spec", lambda name: None)
-    for option in ("--output", "--checkpoint"):
+    for option in ("--output", "--checkpoint", "--inputs"):
         done = run("convert", *MODEL, "--map", MONARCH, option, "y.safetensors")
         assert done.exit_code == 2
         assert f"'{option}': y.safetensors needs safetensors, which is not installed: pip install" in words(done.stderr)

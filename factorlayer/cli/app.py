@@ -285,6 +285,15 @@ def convert(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Draw weights anew, instead of projecting the model's own.")
     ] = False,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            "--inputs",
+            metavar="FILE|FILE.py:FUNCTION",
+            help="Fit the layers to what the dense ones return on batches: a .safetensors, .pt or .npy file of one or "
+            "several, or a function that returns them.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -299,12 +308,15 @@ def convert(
 
     if (map is None) == (budget is None):
         refuse("--map", "say which layers become what by --map, or give --budget, and not both")
+    if inputs is not None:
+        refuse_given("--inputs fits layers from their projections on", {"--fresh": fresh or None})
     if output is not None:
         whole.require_output(output)
     mapping = whole.mapping_of(map or ())
     made = whole.model_of(model, checkpoint, device)
-    done = whole.converted(made, mapping, budget, fresh, output)
-    asked = {"model": model, "checkpoint": checkpoint and str(checkpoint), "output": output and str(output)}
+    done = whole.converted(made, mapping, budget, fresh, output, inputs)
+    asked = {"model": model, "checkpoint": checkpoint and str(checkpoint), "inputs": inputs}
+    asked |= {"output": output and str(output)}
     whole.print_found("convert", done, asked, as_json)
     typer.echo(f"The converted model is in {output}." if output else "Nothing was written: give --output.", err=as_json)
 

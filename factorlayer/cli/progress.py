@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -29,7 +29,7 @@ def gather(steps: Iterable[T], what: str, total: int | None = None) -> Gathered[
     return gathered
 
 
-def progress(steps: Iterable[T], what: str, total: int | None) -> Iterator[T]:
+def progress(steps: Iterable[T], what: str, total: int | None) -> Generator[T, None, None]:
     """The steps, with a bar on stderr if that is a terminal: it says how many of them are done. It moves between steps
     only: no thread of its own runs while something is timed."""
     from rich.console import Console

@@ -11,7 +11,7 @@ import importlib.util
 import math
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -258,9 +258,20 @@ def _stage(activation: Activation) -> str:
     return activation_of(activation)[0]
 
 
+def returned(name: str) -> Any:
+    """What a function in a file of the user's makes, path/to/file.py:function; of an iterator, all that comes of it."""
+    function = _find(name)
+
+    def run() -> Any:
+        found = function()
+        return list(found) if isinstance(found, Iterator) else found
+
+    return _of_the_user(f"{name}()", run)
+
+
 def make_model(name: str) -> nn.Module:
-    """What a function in a file of the user's returns."""
-    model = _of_the_user(f"{name}()", _find(name))
+    """Of a function in a file of the user's, in eval mode."""
+    model = returned(name)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name}() should return an nn.Module; it returned {type(model).__name__}")
     return model.eval()

@@ -6,12 +6,16 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from torch import nn
 
+from factorlayer.cli.batches import Batches, batches_of
+from factorlayer.cli.progress import progress
 from factorlayer.cli.refusals import refuse, require_folder, worded
 from factorlayer.cli.subject import load_checkpoint, make_model
 from factorlayer.models.checkpoints import MISSING, load_converted, read, save_converted
@@ -115,21 +119,43 @@ def _from_file(path: Path) -> dict[str, Mapping[str, Any] | None]:
 
 
 def converted(
-    model: nn.Module, mapping: Mapping[str, Any], budget: float | None, fresh: bool, output: Path | None
+    model: nn.Module,
+    mapping: Mapping[str, Any],
+    budget: float | None,
+    fresh: bool,
+    output: Path | None,
+    inputs: str | None = None,
 ) -> Conversion:
-    """A dry run where there is no output."""
+    """A dry run where there is no output: with inputs, of a model that is thrown away."""
+    batches = None if inputs is None else _batches_of(inputs, model)
     if budget is not None:
         mapping = worded("--budget", lambda: suggest(model, budget))
     try:
-        done = convert(model, mapping, initialize="fresh" if fresh else "project", dry_run=output is None)
+        done = convert(
+            model, mapping, initialize="fresh" if fresh else "project", dry_run=output is None or batches is not None
+        )
     except (TypeError, ValueError) as error:
         refuse("--map", str(error))
+    if batches is not None:
+        done = replace(_fitted(model, mapping, batches, len(done.changes)), dry_run=output is None)
     if output is not None:
         try:
             save_converted(model, output)
         except OSError as error:
             refuse("--output", str(error))
     return done
+
+
+def _batches_of(inputs: str, model: nn.Module) -> Batches:
+    require_safetensors("--inputs", Path(inputs))
+    return worded("--inputs", lambda: batches_of(inputs, model))
+
+
+def _fitted(model: nn.Module, mapping: Mapping[str, Any], batches: Batches, layers: int) -> Conversion:
+    """Batches are gone through once to see in what order layers are called, and then for each layer."""
+    steps = 1 + layers
+    with closing(progress(range(steps), "fitting", steps)) as batches.passes:
+        return worded("--inputs", lambda: convert(model, mapping, inputs=batches))
 
 
 def reported(
