@@ -28,6 +28,7 @@ __all__ = [
     "export_choices",
     "factor_linear",
     "fit",
+    "freeze",
     "fuse",
     "import_choices",
     "load_converted",
@@ -38,6 +39,7 @@ __all__ = [
     "save_converted",
     "suggest",
     "tune",
+    "unfreeze",
 ]
 
 OF_MODELS = {"convert": "convert", "restore": "convert", "load_dense": "convert"}  # each with its module
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from factorlayer.models.report import report
     from factorlayer.models.suggest import suggest
     from factorlayer.recurrent import FactorGRU, FactorGRUCell
+    from factorlayer.stacks.stack import freeze, unfreeze
     from factorlayer.stacks.tuning import tune
     from factorlayer.tuning.kept import export_choices, import_choices
 
@@ -78,6 +81,10 @@ def __getattr__(name: str) -> Any:
         from factorlayer.fusion import fuse
 
         return fuse
+    if name in ("freeze", "unfreeze"):
+        from factorlayer.stacks import stack
+
+        return getattr(stack, name)
     if name == "tune":
         from factorlayer.stacks.tuning import tune
 

@@ -9,16 +9,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from oracle import nearly
+from test_fuse_models import IDS, Model
 from test_fusion import model
 from test_mlp import block, each_block
 from torch import Tensor, nn
 from versions import fails_before_2_12
 
 import factorlayer.stacks.frozen
-from factorlayer import FactorMLP, fuse
+from factorlayer import FactorMLP, freeze, fuse, unfreeze
 from factorlayer.device.gpu import Gpu
 from factorlayer.plan.planner import plan_of
 from factorlayer.stacks.frozen import ALIGNMENT, FROZEN
+from factorlayer.stacks.stack import LayerStack, RunsAsStacks
 
 LAYERS = "tied 0 1 6 5 1; bias; relu | tied 0 1 5 3 1"
 
@@ -102,6 +104,99 @@ def test_blocks_in_a_model_are_frozen_with_it() -> None:
     assert inner.is_frozen and nearly(fast(x), right)
     fast.unfreeze()
     assert not inner.is_frozen and not nearly(fast(x), right)
+
+
+# Models that are fused in place
+
+
+def in_place(gated: bool = False) -> nn.Module:
+    """Of three blocks, each with one stack, or where it is gated with a stack of the gate and a layer between."""
+    fused = Model(gated).eval()
+    assert fuse(fused, inplace=True) is fused
+    return fused
+
+
+def stacks_of(module: nn.Module) -> list[LayerStack]:
+    return [stack for part in module.modules() if isinstance(part, RunsAsStacks) for stack in part.stacks]
+
+
+@torch.no_grad()
+def test_a_model_that_was_fused_in_place_is_frozen(calls: list[str]) -> None:
+    fused = in_place()
+    right, names, kept = fused(IDS), list(fused.state_dict()), [p.clone() for p in fused.parameters()]
+    assert not calls
+    assert freeze(fused) is fused and type(fused) is Model
+    calls.clear()
+    assert torch.equal(fused(IDS), right)
+    assert calls == [stack._stack.text + FROZEN for stack in stacks_of(fused)] and len(calls) == 3
+    assert list(fused.state_dict()) == names and all(map(torch.equal, fused.parameters(), kept))
+    change(fused.layers[1].mlp)
+    assert torch.equal(fused(IDS), right)
+    calls.clear()
+    assert unfreeze(fused) is fused and not torch.equal(fused(IDS), right) and not calls
+
+
+def test_unfrozen_it_trains_as_it_would_have() -> None:
+    fused, plain = unfreeze(freeze(in_place())).train(), in_place().train()
+    torch.manual_seed(3)
+    found = torch.autograd.grad(fused(IDS).square().sum(), list(fused.parameters()))
+    torch.manual_seed(3)
+    right = torch.autograd.grad(plain(IDS).square().sum(), list(plain.parameters()))
+    assert all(map(torch.equal, found, right))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_in_place_copies_checkpoints_and_dtypes_are_frozen(again: Callable[[nn.Module], nn.Module]) -> None:
+    fused, other = again(freeze(in_place(gated=True))), in_place(gated=True)
+    assert all(stack.frozen is not None for stack in stacks_of(fused)) and stacks_of(fused)
+    change(other)
+    fused.load_state_dict(other.state_dict())
+    right = other(IDS)
+    torch.testing.assert_close(fused(IDS), right)
+    for stack in stacks_of(fused):
+        change(nn.ModuleList(stack.members))
+    torch.testing.assert_close(fused(IDS), right)
+    torch.testing.assert_close(fused.double()(IDS), other.double()(IDS))
+    assert not torch.allclose(unfreeze(fused)(IDS), other(IDS))
+
+
+@torch.no_grad()
+@pytest.mark.feature("frozen blocks: torch.compile of a model that is fused in place", result="works")
+def test_in_place_it_compiles_frozen_and_not() -> None:
+    torch._dynamo.reset()
+    fused = in_place()
+    compiled = torch.compile(fused, backend="aot_eager")
+    right = fused(IDS)
+    torch.testing.assert_close(compiled(IDS), right)
+    freeze(compiled)  # the same modules
+    for part in fused.layers:
+        change(part.mlp)
+    torch.testing.assert_close(compiled(IDS), right)
+    unfreeze(compiled)
+    assert not torch.allclose(compiled(IDS), right)
+    torch.testing.assert_close(compiled(IDS), fused(IDS))
+
+
+def test_in_place_all_stacks_are_frozen_or_none() -> None:
+    fused = in_place()
+    first, *_, last = stacks_of(fused)
+    freeze(fused.layers[0])
+    before = first.frozen
+    last.members[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"freeze: layers 0, 2 should have no hooks"):
+        freeze(fused)
+    assert [stack.frozen for stack in stacks_of(fused)] == [before, None, None]
+
+
+def test_models_without_stacks_are_refused() -> None:
+    for call in (freeze, unfreeze):
+        with pytest.raises(
+            ValueError, match=rf"^{call.__name__}: the module should have a FactorMLP .*, Model has none"
+        ):
+            call(Model())
+        with pytest.raises(TypeError, match=rf"^{call.__name__}: module should be an nn\.Module, it is Tensor"):
+            call(IDS)
 
 
 # What may be done to a frozen block

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from factorlayer.tuning.candidates import Tuned
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -523,30 +525,12 @@ class RunsAsStacks(nn.Module):
         return "\n".join([*self.understood(), *asked, *measured, *shards])
 
     def freeze(self) -> Self:
-        """Its stacks, and those of all modules in it, run from now on with what their weights are now, for inference.
-
-        These are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x
-        may have gradients, they have none, and what is done to the parameters has no effect until freeze() is called
-        again. load_state_dict() of the module calls it, and .to(), .half() and the like do the same to what is frozen.
-        Hooks that layers get afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
-        """
-        stacks = [stack for part in self.modules() if isinstance(part, RunsAsStacks) for stack in part.stacks]
-        before = [stack.frozen for stack in stacks]
-        try:
-            for stack in stacks:
-                stack.freeze()
-        except BaseException:
-            for stack, frozen in zip(stacks, before, strict=True):
-                stack.frozen = frozen
-            raise
-        return self
+        """As factorlayer.freeze() of it, which says more."""
+        return freeze(self)
 
     def unfreeze(self) -> Self:
-        """Its stacks run with their weights as they are at each call."""
-        for part in self.modules():
-            for stack in part.stacks if isinstance(part, RunsAsStacks) else ():
-                stack.unfreeze()
-        return self
+        """As factorlayer.unfreeze() of it."""
+        return unfreeze(self)
 
     @property
     def is_frozen(self) -> bool:
@@ -558,6 +542,46 @@ class RunsAsStacks(nn.Module):
             if stack.frozen is not None:
                 stack.frozen.apply(fn)
         return self
+
+
+def freeze(module: Module) -> Module:
+    """The stacks of all FactorMLP and of all that fuse made in a module, a model that was fused in place for one, run
+    from now on with what their weights are now, for inference.
+
+    These are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x may
+    have gradients, they have none, and what is done to the parameters has no effect until freeze() is called again.
+    load_state_dict() calls it, and .to(), .half() and the like do the same to what is frozen. Hooks that layers get
+    afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
+    """
+    stacks = _stacks_in(module, "freeze")
+    before = [stack.frozen for stack in stacks]
+    try:
+        for stack in stacks:
+            stack.freeze()
+    except BaseException:
+        for stack, frozen in zip(stacks, before, strict=True):
+            stack.frozen = frozen
+        raise
+    return module
+
+
+def unfreeze(module: Module) -> Module:
+    """The same stacks run with their weights as they are at each call, and train."""
+    for stack in _stacks_in(module, "unfreeze"):
+        stack.unfreeze()
+    return module
+
+
+def _stacks_in(module: nn.Module, who: str) -> list[LayerStack]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{who}: module should be an nn.Module, it is {type(module).__name__}")
+    parts = [part for part in module.modules() if isinstance(part, RunsAsStacks)]
+    if not parts:
+        raise ValueError(
+            f"{who}: the module should have a FactorMLP or what fuse makes, {type(module).__name__} has none; "
+            f"give {who} what fuse(module, inplace=True) returns"
+        )
+    return [stack for part in parts for stack in part.stacks]
 
 
 def _freeze_again(module: nn.Module, incompatible: object) -> None:

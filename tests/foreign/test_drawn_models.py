@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from factorlayer import FactorLinear, convert, fuse, restore
+from factorlayer import FactorLinear, convert, freeze, fuse, restore
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `foreign`")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
@@ -193,7 +193,9 @@ def test_it_generates_with_its_cache_what_the_dense_model_does(make: Any, seed: 
     model, dense, given = pair(make, seed)
     how: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
     right = dense.generate(given["input_ids"], **how)
-    for each in (model, fuse(model), fuse(model).freeze()):
+    frozen = freeze(fuse(copy.deepcopy(model), inplace=True))
+    assert type(frozen) is type(model) and list(frozen.state_dict()) == list(model.state_dict())
+    for each in (model, fuse(model), fuse(model).freeze(), frozen):
         assert torch.equal(each.generate(given["input_ids"], **how), right)
 
 
