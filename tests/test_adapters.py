@@ -96,7 +96,7 @@ def test_a_layer_and_what_is_added_in_one_step(
     grad_y = torch.randn_like(right)
     expected = torch.autograd.grad(right, [x, *leaves], grad_y)
     for way in ways_of(w1, second):
-        y = added.Added.apply(way, len(first), scale, x, base.weight, base.bias, *first, *second)
+        y = added.Added.apply(way, len(first), scale, None, x, base.weight, base.bias, *first, *second)
         torch.testing.assert_close(y, right, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(torch.autograd.grad(y, [x, *leaves], grad_y), expected, rtol=1e-11, atol=1e-11)
 
@@ -112,7 +112,7 @@ def test_what_is_added_is_differentiated_twice(
     for way in ways_of(first, second):
 
         def run(x: Tensor, *halves: Tensor, way: ways.Way = way) -> Tensor:
-            return added.add(way, 1, 0.5, x, base.weight, base.bias, *halves)
+            return added.add(way, 1, 0.5, None, x, base.weight, base.bias, *halves)
 
         leaves = (x, first, *second)
         assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
@@ -135,7 +135,7 @@ def test_gradients_that_nobody_wants_are_not_made(given: int, is_whole: bool) ->
     tensors = [tensor if i == given else tensor.detach() for i, tensor in enumerate(tensors)]
     right = base(tensors[0]) + tensors[0] @ matrix(tensors[1], tensors[2:]).mT
     for way in ways_of(first, second):
-        y = added.add(way, 1, 1, tensors[0], base.weight, base.bias, *tensors[1:])
+        y = added.add(way, 1, 1, None, tensors[0], base.weight, base.bias, *tensors[1:])
         torch.testing.assert_close(
             torch.autograd.grad(y.sum(), tensors[given]),
             torch.autograd.grad(right.sum(), tensors[given], retain_graph=True),
@@ -279,6 +279,68 @@ def test_under_autocast_all_are_of_its_dtype(dtype: torch.dtype, monkeypatch: py
         assert (
             linears.added(LINEAR, X, [drawn(4, 3)], [drawn(5, 4).float()], 1) is None
         )  # which leaves doubles as they are
+
+
+@whole
+@pytest.mark.parametrize("is_first_whole", [True, False])
+@pytest.mark.parametrize(("dtype", "of_halves"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_factors_of_another_dtype_are_added_in_one_step(
+    dtype: torch.dtype, of_halves: torch.dtype, is_first_whole: bool, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product in theirs, the sum in the layer's; and nothing as large as x is kept but x, in its dtype."""
+    monkeypatch.setattr(products, "SMALL_MATRIX", 0)
+    base = nn.Linear(72, 80).to(dtype).requires_grad_(False)
+    first = [drawn(8, 6)] if is_first_whole else [drawn(8, 3), drawn(3, 6)]
+    second = [drawn(10, 12)] if is_whole else [drawn(10, 2), drawn(2, 12)]
+    halves = [half.detach().to(of_halves).requires_grad_() for half in (*first, *second)]
+    split, kept = len(first), []
+    x = torch.randn(72, 32, 2).to(dtype).permute(2, 1, 0).requires_grad_()  # not contiguous
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = linears.added(base, x, halves[:split], halves[split:], 0.7)
+    assert y is not None and y.dtype == dtype and y.grad_fn.name() == "AddedBackward"
+    assert [tensor.dtype for tensor in kept if tensor.numel() == x.numel()] == [dtype]
+
+    def by_matrix(base: nn.Module, x: Tensor, *halves: Tensor) -> Tensor:
+        """As PEFT does it."""
+        w1 = halves[0] if is_first_whole else halves[0] @ halves[1]
+        delta = nn.functional.linear(x.to(w1.dtype), 0.7 * matrix(w1, list(halves[split:])))
+        return (base(x) + delta).to(x.dtype)
+
+    theirs = by_matrix(base, x, *halves)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, *halves)]
+    exact = by_matrix(copy.deepcopy(base).double(), *doubles)
+    grad_y = torch.randn_like(exact)
+    found, others, right = (
+        [made.detach(), *torch.autograd.grad(made, leaves, grad_y.to(made.dtype))]
+        for made, leaves in ((y, (x, *halves)), (theirs, (x, *halves)), (exact, doubles))
+    )
+    assert [grad.dtype for grad in found[1:]] == [tensor.dtype for tensor in (x, *halves)]
+    for mine, other, each in zip(found, others, right, strict=True):
+        assert (mine - each).norm() <= 1.5 * (other - each).norm() + 1e-6 * each.norm()
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3), ()])
+def test_factors_of_another_dtype_are_differentiated_twice(
+    leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "SMALL_MATRIX", 0)
+    base = nn.Linear(12, 20).requires_grad_(False)
+    x, first, second = torch.randn(*leading, 12).requires_grad_(), drawn(4, 3), drawn(5, 4)
+    y = linears.added(base, x, [first], [second], 0.5)
+    right = (base(x) + 0.5 * x.double() @ torch.kron(first, second).mT).float()
+    torch.testing.assert_close(y, right)
+    for made in (y, right):
+        grads = torch.autograd.grad(made.square().sum(), (x, first, second), create_graph=True)
+        assert [grad.dtype for grad in grads] == [torch.float32, torch.float64, torch.float64]
+        twice = torch.autograd.grad(sum(grad.square().sum() for grad in grads), (x, first, second))
+        if made is y:
+            found = [*grads, *twice]
+    torch.testing.assert_close(found, [*grads, *twice], rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_added_may_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,8 @@ class Linear(Ours, theirs.Linear):
         names = self._active_adapter
         if self._disable_adapters or self.merged_adapters or (type(names) is not str and len(names) != 1):
             return None
+        if not self.__dict__.get("cast_input_dtype_enabled", True):
+            return None
         adapter = names if type(names) is str else names[0]
         training, modules = self.training, self._modules
         first, second = _halves(modules, "lokr_w1", adapter), _halves(modules, "lokr_w2", adapter)

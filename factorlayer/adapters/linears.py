@@ -1,7 +1,8 @@
 """Linear layers that an adapter is added to, where both are one step of autograd.
 
 Whatever is not usual is left to the layer itself and to product(): hooks, transforms, graphs that are compiled or
-traced, modes that see operators, weights that are trained, several dtypes without autocast.
+traced, modes that see operators, weights that are trained. Factors may be of another dtype than the layer: without
+autocast that is the product's.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ def added(base: nn.Module, x: Tensor, first: Sequence[Tensor], second: Sequence[
     bias: Tensor | None = base._parameters.get("bias")
     if weight is None or weight.requires_grad or (bias is not None and bias.requires_grad):
         return None
-    if any_autocast():
-        x, (weight, *halves), bias = autocast(x, (weight, *first, *second), bias)
-    else:
-        halves = [*first, *second]
-    if not _are_plain(x, weight, bias, halves) or is_faster_made(x, weight.shape):
+    halves, dtype = [*first, *second], first[0].dtype
+    if any_autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x, (weight,), bias = autocast(x, (weight,), bias)
+        dtype = x.dtype if dtype is not torch.float64 else dtype
+    if not _are_plain(x, weight, bias, halves) or dtype not in DTYPES or is_faster_made(x, weight.shape):
         return None
-    way = _way(x, weight, len(first), halves)
+    inner = None if dtype is x.dtype else x.detach().to(dtype)
+    way = _way(x, inner, weight, len(first), halves)
     if way is None:
         return None
     try:
-        y: Tensor = add(way, len(first), scale, x, weight, bias, *halves)
+        y: Tensor = add(way, len(first), scale, inner, x, weight, bias, *halves)
     except CompileError:  # of which product() tells the user
         _taken.clear()
         return None
@@ -58,9 +60,10 @@ def is_watched(base: nn.Module) -> bool:
     return bool(own) or "forward" in base.__dict__ or modules._has_any_global_hook()
 
 
-def _way(x: Tensor, weight: Tensor, split: int, halves: Sequence[Tensor]) -> Way | None:
+def _way(x: Tensor, inner: Tensor | None, weight: Tensor, split: int, halves: Sequence[Tensor]) -> Way | None:
     """Which auto takes, or None. It may change with what was measured, with nothing else."""
     recorded = torch.is_grad_enabled() and (x.requires_grad or any(half.requires_grad for half in halves))
+    x = x if inner is None else inner
     shapes = [half.shape for half in halves]
     key = x.dtype, x.get_device(), x.numel(), recorded, runs_in_tf32(x), split, weight.shape, *shapes
     if key in _taken and not choices.BATCHED:
@@ -81,10 +84,12 @@ def _is_unusual() -> bool:
 
 
 def _are_plain(x: Tensor, weight: Tensor, bias: Tensor | None, halves: Sequence[Tensor]) -> bool:
-    """Whether all are dense and of one dtype, and x is what the layer takes."""
-    dtype = x.dtype
-    for tensor in (x, weight, *halves):
-        if type(tensor) not in KINDS or tensor.dtype is not dtype:
+    """Whether all are dense, the layer's of one dtype and the factors of one, and x is what the layer takes."""
+    dtype, of_halves = x.dtype, halves[0].dtype
+    if type(x) not in KINDS or type(weight) not in KINDS or weight.dtype is not dtype:
+        return False
+    for half in halves:
+        if type(half) not in KINDS or half.dtype is not of_halves:
             return False
     if bias is not None and bias.dtype is not dtype:
         return False

@@ -341,16 +341,27 @@ def test_under_autocast_compiled_and_traced(peft: Any, monkeypatch: pytest.Monke
         torch.testing.assert_close(traced(x), right, rtol=1e-4, atol=1e-4)
 
 
-def test_adapters_in_another_dtype_than_the_model(peft: Any) -> None:
-    model = model_of(peft, two_layers()).float()
+@pytest.mark.parametrize("options", [{}, {"r": 64}, {"decompose_both": True}, {"decompose_factor": 4}], ids=str)
+def test_adapters_in_another_dtype_than_the_model(
+    peft: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT makes them for a model in 16 bits, in one step too."""
+    from factorlayer.adapters import in_peft
+
+    model = model_of(peft, two_layers(), **options).float()
     for layer in (model.base_model.model[0], model.base_model.model[2]):
         layer.base_layer.bfloat16()
-    x = torch.randn(5, 48, dtype=torch.bfloat16)
-    right = model(x)
+    x = torch.randn(5, 48, dtype=torch.bfloat16, requires_grad=True)
+    right = results(model, model, x)
     adapters.take_over(model)
-    y = model(x)
-    assert y.dtype == right.dtype == torch.bfloat16
-    torch.testing.assert_close(y, right)
+    calls = counted(monkeypatch.setattr, in_peft, "peft")
+    found = results(model, model, x)
+    assert calls["peft at once"] == 2
+    assert [each.dtype for each in found] == [each.dtype for each in right]
+    torch.testing.assert_close(found[0], right[0])
+    torch.testing.assert_close(found[1:], right[1:], rtol=0.05, atol=0.05)
+    with peft.helpers.disable_input_dtype_casting(model), pytest.raises((TypeError, RuntimeError), match="dtype"):
+        model(x)  # which is not cast, as they were told
 
 
 def lose(layer: Any, name: str) -> None:

@@ -60,7 +60,7 @@ def test_each_way(size: tuple[tuple[int, int], tuple[tuple[int, int], ...]], cou
     others = results(in_pytorch(base, *leaves), leaves, grad_y)
     for way in ways._ways(False, 1, first, *second):
         if way is not None:
-            y = added.add(way, 1, 0.5, leaves[0], base.weight, base.bias, *leaves[1:])
+            y = added.add(way, 1, 0.5, None, leaves[0], base.weight, base.bias, *leaves[1:])
             check(results(y, leaves, grad_y), others, right)
     y = linears.added(base, leaves[0], [leaves[1]], leaves[2:], 0.5)
     if y is not None:  # which is auto's choice
