@@ -125,6 +125,27 @@ def test_where_pytorch_has_no_op_nothing_is_left_to_it(monkeypatch: pytest.Monke
     assert [cell._is_left_to_pytorch(x) for cell in cells] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("hidden", "told", "held"),
+    [
+        (1024, dict(blocks=8), True),
+        (512, dict(), True),
+        (60, dict(factors=((5, 12), (20, 3)), rank=2, reset="before"), True),
+        (1024, dict(), False),
+    ],
+)
+def test_monarch_matrices_are_fused_while_a_multiprocessor_holds_them(
+    hidden: int, told: dict[str, Any], held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = FactorGRU(64, hidden, structure="monarch", device="meta", **told), on_a_gpu(torch.bfloat16)
+    text = module.cells[0].recurrence.text
+    for asked in (text, f"{recurrent_ops.through_text(text)} | backward"):
+        assert planner.has_plan(asked, "bfloat16", *LIMITS) == held
+    monkeypatch.setattr(type(module), "why_not_fused", lambda *_: None if held else "it has no kernels")
+    given = Sequences(16, 1024, 16 * 1024)
+    assert {module._choose(x, given, training) for training in (False, True)} == {"fused" if held else "batched"}
+
+
 def test_lengths_that_are_nearly_alike_have_one_choice() -> None:
     assert [recurrent._alike(n) for n in (0, 1, 13, 15, 16, 17, 100, 103, 104, 1024)] == [
         *(0, 1, 13, 15, 16, 16, 96, 96, 104, 1024)

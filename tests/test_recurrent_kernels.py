@@ -25,12 +25,14 @@ from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.maths.steps import Walk, naive
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import plan_of
+from factorlayer.plan.planner import has_plan, plan_of
 
 if TYPE_CHECKING:
+    from compiled import UsageOf
     from emulator.driver import Emulator
 
 GPU = Gpu.of(90)
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 TORCH = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32}
 TORCH |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of numbers of about 1: what rounding states, sums and slopes may make of them
@@ -47,6 +49,11 @@ def blocks(count: int, size: int) -> Chain:
 
 def kronecker(*sizes: int, to: Sequence[int] = ()) -> Chain:
     return Chain(LayerSpec("kronecker", sizes, tuple(to) or sizes).contractions)
+
+
+def monarch(inputs: Sequence[int], outputs: Sequence[int], rank: int = 1) -> Chain:
+    """K groups of p features to s features of L groups: (K, p), (s, L); or any number of modes."""
+    return Chain(LayerSpec("monarch", tuple(inputs), tuple(outputs), rank).contractions)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,15 @@ CASES = [
     Case(dense(21), "float64", 4, 3, ragged=True, spread=8, bias=False),
     Case(dense(19), "float16", 2, 4, reverse=True, starts=True, spread=8),
     Case(dense(40), "tf32", 5, 3, joined=True, spread=16, activation="elu"),
+    Case(monarch((8, 16), (16, 8)), "bfloat16", starts=True),
+    Case(monarch((5, 6), (10, 3), 2), "float32", 3, 4, ragged=True),
+    Case(monarch((3, 7), (3, 7), 2), "float64", 2, 3, reset="before", ragged=True, starts=True),
+    Case(monarch((24, 2), (24, 2)), "tf32", 5, 3, units=2, reverse=True),
+    Case(monarch((4, 32), (8, 16), 4), "float16", 2, 4, reset="before", joined=True),
+    Case(monarch((2, 20), (4, 10), 3), "bfloat16", 5, 3, units=4, ragged=True, activation="elu"),
+    Case(monarch((20, 8), (16, 10)), "float16", 3, 3, units=2, bias=False),
+    Case(monarch((2, 3, 4), (4, 2, 3)), "float32", 2, 3),
+    Case(monarch((4, 96), (96, 4)), "float64", 1, 2),  # without padding
     Case(kronecker(16, 16), "bfloat16", 2, 5, cluster=2, starts=True),
     Case(kronecker(14, 20), "float32", 3, 4, cluster=4, ragged=True, starts=True, units=2),
     Case(kronecker(6, 24), "float64", 3, 4, cluster=2, ragged=True, reverse=True, bias=False),
@@ -284,6 +300,27 @@ def test_forward(case: Case, emulator: Emulator) -> None:
     assert torch.equal(made[0].view(torch.uint8), made[1].view(torch.uint8)), "not the same in any order"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(monarch((3, 8), (8, 3), 2), "float32", 2, 1),
+        Case(monarch((4, 4), (2, 8)), "bfloat16", 2, 1, units=2),
+    ],
+    ids=str,
+)
+def test_infinite_weights_of_a_group_come_to_its_features_alone(case: Case, emulator: Emulator) -> None:
+    """By the others' infinities their sums would be NaN."""
+    inputs = Inputs(case)
+    for weight in inputs.weights[-2:]:  # the candidate's
+        weight[-1, 0, 1] = torch.inf
+    x, others = inputs.gate_places()
+    places = [*inputs.weights, *others, inputs.initial, *inputs.rows.places, row_of(case)]
+    outputs = [(tuple(inputs.gates[0].shape), x.dtype)]
+    wanted, _ = inputs.wanted(case)
+    assert wanted.isfinite().all()
+    assert_near(run(emulator, planned(case), 2, x, inputs.bias, places, outputs, 1)[0], wanted, case.dtype)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case: Case, emulator: Emulator) -> None:
     inputs = Inputs(case)
@@ -371,6 +408,57 @@ def test_clusters_share_out_large_factors() -> None:
     odd = [replace(Case(kronecker(*sizes), "tf32"), cluster=2) for sizes in ((12, 3), (33, 16))]
     for case, family in itertools.product(odd, (RecurrentCluster, RecurrentClusterBackward)):
         assert not list(recurrent_cluster.tilings(family, case.recurrence, case.dtype, 1000, GPU))
+
+
+# Groups and features of the states that a Monarch matrix goes from and to, rank, dtype, sequences
+HELD = [
+    ((8, 128), (128, 8), 1, "bfloat16", 16),
+    ((16, 32), (32, 16), 1, "float16", 16),
+    ((8, 64), (64, 8), 2, "bfloat16", 16),
+    ((8, 64), (64, 8), 1, "float32", 16),
+    ((8, 64), (64, 8), 1, "tf32", 300),
+    ((5, 18), (10, 9), 2, "bfloat16", 300),
+    ((8, 32), (32, 8), 1, "float64", 16),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "sequences"), HELD)
+@pytest.mark.parametrize("reset", ["after", "before"])
+def test_monarch_kernels_compile_and_spill_nothing(
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    rank: int,
+    dtype: str,
+    sequences: int,
+    reset: str,
+    usage_of: UsageOf,
+) -> None:
+    case = Case(monarch(inputs, outputs, rank), dtype, sequences, reset=reset)
+    for backward in (False, True):
+        found = planned(case, backward)
+        usage = usage_of(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert usage.frame == usage.spilled == 0, found
+        # Registers are given to four warps at once.
+        assert usage.registers * -(-found.threads // 128) * 128 <= recurrent.REGISTERS, found
+
+
+def test_what_a_multiprocessor_cannot_hold_is_refused() -> None:
+    gpu = Gpu(90, 132, 232448)
+    text = Recurrence(monarch((8, 128), (128, 8))).text
+    assert has_plan(text, "bfloat16", 90, 132, 232448)
+    for asked in ("", " | backward"):
+        with pytest.raises(PlanError, match="1024 features in bfloat16 do not fit in the 232448 bytes"):
+            plan_of(Recurrence(monarch((32, 32), (32, 32))).text + asked, "bfloat16", 0, gpu)
+        summed = Recurrence(replace(kronecker(4, 4), rank=2)).text
+        with pytest.raises(PlanError, match="a sum of products"):
+            plan_of(summed + asked, "bfloat16", 0, gpu)
+
+
+def test_weights_have_no_padding_where_they_would_not_fit() -> None:
+    """Rows of 8 floats, or of 16 numbers of 16 bits, would be one and a half times as long."""
+    wide, close = (planned(Case(monarch((8, 32 * n), (32 * n, 8), 2), "bfloat16")).stages for n in (2, 4))
+    assert [getattr(stages[1], "tight", None) for stages in (wide, close)] == [False, True]
+    assert wide[1].weight_stride == 24 and close[1].weight_stride == 16
 
 
 def test_pairs_of_elements_are_those_of_a_dtype() -> None:

@@ -30,6 +30,10 @@ KINDS = {
     "cluster": dict(input_size=32, hidden_size=64 * 64, structure="kronecker", factors=(64, 64)),
     "rank-before": dict(input_size=48, hidden_size=64, structure="kronecker", rank=2, reset="before"),
     "monarch": dict(input_size=64, hidden_size=64, structure="monarch", blocks=8, bidirectional=True),
+    "monarch-before": dict(
+        input_size=48, hidden_size=60, structure="monarch", factors=((5, 12), (20, 3)), rank=2, reset="before"
+    ),
+    "monarch-large": dict(input_size=32, hidden_size=1024, structure="monarch", blocks=8, input_structure="dense"),
     "blocks": dict(input_size=32, hidden_size=64, structure="blocks", blocks=4, num_layers=2, activation="silu"),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -198,9 +198,10 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       const int r = first.row + m * 16 + i / 2 * 8 + lane.g, c = first.i + n * 8 + lane.t * 2 + i % 2, o = first.o;
       const int q = S::BY_ROWS ? c : r;
       const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
+      const int group = S::BY_ROWS ? S::group(r, 0) : S::DOWN > 1 ? S::group(o + c / S::IP, c % S::IP) : S::group(o, c);
       return [=](int p) {
         return __uint_as_float(load_u32(state + (x + p * S::In::STEP) * kSize)) *
-               __uint_as_float(load_u32(weight + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
+               __uint_as_float(load_u32(weight + ((group * S::Q + q) * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
       };
     });
   }
@@ -334,8 +335,9 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
 
   // Sums to the state that comes out: [q, c] of rows of c's, or, by columns, [o, q, i]. The place of a sum there is that of its row
-  // o, plus that of its q, a constant apart from one to the next, plus that of its i.
-  template <class S, bool LAST> DEVICE void write(Sums<S>& y, int tile, u32 to, i64 unit, int term = 0) const {
+  // o, plus that of its q, a constant apart from one to the next if they lie EVENLY, plus that of its i. Of a stage in PARTS only one `part` of a tile is
+  // a warp's.
+  template <class S, bool LAST> DEVICE void write(Sums<S>& y, int tile, u32 to, i64 unit, int term = 0, int part = 0) const {
     using Out = typename S::Out;
     auto [row, o, i] = corner<S>(tile);
     if constexpr (!S::SPLITS) stay_here(row, o);
@@ -367,13 +369,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         const int r = row + h * 8;
-        if (S::M % (S::MT * 16) && r >= S::M) continue;
+        if ((S::M % (S::MT * 16) && r >= S::M) || !S::has(part, lane.g + h * 8)) continue;
         const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * S::TO) * kSize;
         const Finish<LAST> finish(params, of_sample, r * S::Q);
         UNROLL for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
-            put(h / 2, n, h % 2, mine + n * 8 * S::TO * kSize, S::TO, finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
+            put(h / 2, n, h % 2, S::EVENLY ? mine + n * 8 * S::TO * kSize : to + Out::at(r * S::Q + c) * kSize,
+                S::EVENLY ? S::TO : Out::at(r * S::Q + c + 1) - Out::at(r * S::Q + c), finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
         }
       }
     } else {
@@ -383,6 +386,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       exchange<S, kTiles>(y, turn);
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
+      const auto of_q = [](int o, int q) { return Out::at((o * S::Q + q) * S::I); };
       Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int n = 0; n < S::NT; ++n) {
         const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind;
@@ -404,10 +408,11 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           of_column.template advance<8>();
         }
         if ((S::I < S::ACROSS * S::WIDE / S::DOWN && c >= S::I) || (S::ROWS % S::DOWN && o + down >= S::ROWS)) continue;
+        if (!S::has(part, lane.t * 2)) continue;
         UNROLL for (int h = 0; h < 2 * S::MT; ++h)
           if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
-            put(h / 2, n, h % 2, mine + h * 8 * S::TO * kSize, further, finish, (row + h * 8) * S::I, c,
-                S::I % 2 == 0 || c + 1 < S::I);
+            put(h / 2, n, h % 2, mine + (S::EVENLY ? h * 8 * S::TO : of_q(o + down, row + h * 8) - of_o - row * S::TO) * kSize,
+                further, finish, (row + h * 8) * S::I, c, S::I % 2 == 0 || c + 1 < S::I);
       }
     }
   }

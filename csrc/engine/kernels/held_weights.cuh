@@ -32,6 +32,11 @@ struct Stage {
   static constexpr int TO = BY_ROWS ? Out::at(1) : Out::I % (Q * I) == 0 ? I : Out::at(I);  // in Out, from a q to the next
   static constexpr int W_STRIDE = W_STRIDE_;  // between a weight's rows
   static constexpr int W_ROWS = BY_THREADS ? Q : BY_ROWS ? N_TILES * NT * 8 : M_TILES * MT * 16;
+  // All of a state have one weight; others are kernels/recurrent/untied.cuh's.
+  static constexpr bool TIED = true, EVENLY = true;
+  static constexpr int PARTS = 1;
+  static constexpr DEVICE bool has(int, int) { return true; }
+  static constexpr DEVICE int group(int, int) { return 0; }
 };
 
 template <class Pass> struct HeldWeights : Tiles<Pass> {
@@ -68,9 +73,9 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
     }
   }
 
-  // A weight made as it is loaded: `at` gives its elements. Neighbouring threads take neighbours in memory: those of a row, or
+  // A weight made as it is loaded: `at` gives its elements, of as many rows. Neighbouring threads take neighbours in memory: those of a row, or
   // those of a column, where the weight lies there the other way round.
-  template <class S, bool TURNED, class At> DEVICE void make_weight(int term, At at) const {
+  template <class S, bool TURNED, int Q = S::Q, class At> DEVICE void make_weight(int term, At at) const {
     constexpr int kLength = TURNED ? S::W_ROWS : S::PP;
     const u32 to = weight_address<S>(term);
     const auto q_of = [](int j) { return TURNED ? j % kLength : j / kLength; };
@@ -79,7 +84,7 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
         threadIdx.x,
         [&](int j) {
           const int q = q_of(j), p = p_of(j);
-          return q < S::Q && p < S::P ? at(q, p) : Element{};
+          return q < Q && p < S::P ? at(q, p) : Element{};
         },
         [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
   }

@@ -14,21 +14,27 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.recurrent.untied import OF_PICKED, UntiedStage, gains
 from factorlayer.kernels.resident import stage_type
 from factorlayer.kernels.stages import INSTRUCTIONS, SUM_REGISTERS, Stage
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.recurrence import GATES, Recurrence
+from factorlayer.maths.spec import Contraction
 
 STEPS = 256  # that times are predicted for
 WARPS = (4, 8, 16)
 SEQUENCES = (1, 2, 4, 8, 16, 32)  # of a block
 SHARES = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8))  # 16 x 8 sums of a warp at once, down and across
+GROUPS = (1, 2, 4, 8, 16)  # of those that have weights of their own, of a warp
 SLOTS = (4, 2)  # steps that inputs are asked for ahead, a power of two
 LOADING = 1  # warps that bring inputs
 REGISTERS = 65536  # of a multiprocessor
 OF_SUM = {"float32": 2, "float64": 2}  # registers of a number that is kept, where that is not one
 BESIDE = 72  # registers of a thread beside its numbers
+OF_GROUPS = 52  # and, where groups have weights of their own, of sums that it keeps a part of, and of their operands
+OF_CORNER = 5  # of where the features of a round lie
+TOGETHER = 4  # warps that get registers at once
 NUMBER_BYTES = 8  # of what says where a sequence's row lies
 FUNCTIONS = 5  # special ones of a feature: two sigmoids of two each, and a tanh
 # Instructions for two features of a lane, and for two sums that go to the next contraction, and beside these
@@ -176,9 +182,8 @@ class Recurrent(AllSteps):
     def details(self) -> str:
         each = f"{self.units} sequences" if self.units > 1 else "one sequence"
         parts = f" of one of {self.split} parts" if self.split > 1 else ""
-        return f"{each}{parts} a block, {self.warps} warps, inputs {self.slots} steps ahead, " + ", ".join(
-            map(str, self.stages)
-        )
+        stages = (stage.words if isinstance(stage, UntiedStage) else str(stage) for stage in self.stages)
+        return f"{each}{parts} a block, {self.warps} warps, inputs {self.slots} steps ahead, " + ", ".join(stages)
 
     @property
     def is_even(self) -> bool:
@@ -230,6 +235,9 @@ class Recurrent(AllSteps):
         for i, stage in enumerate(self.stages):
             following = self.stages[i + 1].layout if i + 1 < len(self.stages) else stage.result_layout
             told[f"S{i}"] = stage_type(stage, stage.layout, following, weight_at, -1)
+            if isinstance(stage, UntiedStage):
+                evenly = str(stage.lies_evenly(following)).lower()
+                told[f"S{i}"] = f"Untied<{told[f'S{i}']}, {stage.outer}, {stage.share}, {evenly}>"
             weight_at += GATES * stage.weight_bytes
         told |= {"FirstStage": "void", "AlsoRaw": "void", "Activation": "identity", "Last": f"S{len(self.stages) - 1}"}
         told |= {"LAYOUT": str(self.stages[0].layout), "Output": f"Region<1, {self.hidden}, 1, {self.hidden}, 0, 1>"}
@@ -252,11 +260,15 @@ class Recurrent(AllSteps):
         for i, (c, stage) in enumerate(zip(contractions_of(self.recurrence, self.back), self.stages, strict=True)):
             weight = f"c.params.weights[gate * {self.recurrence.weights} + {c}]"
             calls.append(f"  auto w{i} = static_cast<const Element*>({weight}) + blockIdx.y * {stage.p * stage.q};")
+            place, rows = f"p * {stage.q} + q", ""
+            if isinstance(stage, UntiedStage):  # its q's are those of all groups, one behind another
+                place = f"(q / {stage.q} * {stage.p} + p) * {stage.q} + q % {stage.q}"
+                rows = f", {stage.groups * stage.q}"
             if self.back:
-                at = f"[&](int q, int p) {{ return w{i}[p * {stage.q} + q]; }}"
-                calls.append(f"  c.template make_weight<S{i}, true>(gate, {at});")
+                at = f"[&](int q, int p) {{ return w{i}[{place}]; }}"
+                calls.append(f"  c.template make_weight<S{i}, true{rows}>(gate, {at});")
             else:
-                calls.append(f"  c.template load_weight<S{i}>(gate, w{i});")
+                calls.append(f"  c.template load_weight<S{i}{rows}>(gate, w{i});")
         return function("load_weights(const C& c)", [*calls, "}"])
 
 
@@ -292,8 +304,14 @@ def functions_of(chain: Chain, dtype: str) -> list[str]:
 
 
 def parts_of(recurrence: Recurrence) -> int:
-    (c, *_) = recurrence.chain.contractions
-    return 1 if c.tied else c.outer
+    """Blocks of a matrix that is block-diagonal."""
+    (c, *further) = recurrence.chain.contractions
+    return 1 if further or c.tied or c.inner > 1 else c.outer
+
+
+def is_untied(recurrence: Recurrence, c: Contraction) -> bool:
+    """Whether what a block of threads contracts has several weights."""
+    return not c.tied and c.outer * c.inner > parts_of(recurrence)
 
 
 def contractions_of(recurrence: Recurrence, turned: bool) -> tuple[int, ...]:
@@ -309,8 +327,6 @@ def why_not(recurrence: Recurrence) -> str:
         return "no recurrent kernel takes a recurrent matrix that is a sum of products"
     if chain.parameters:
         return "no recurrent kernel takes an activation of the candidate that has parameters"
-    if not all(c.tied for c in chain.contractions) and (len(chain.contractions) > 1 or chain.contractions[0].inner > 1):
-        return "no recurrent kernel takes a recurrent matrix of several contractions that are not tied"
     return ""
 
 
@@ -326,13 +342,18 @@ def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu, last: bool = False)
     steps = -(-stage.p // wide)
     rounds = -(-stage.tiles // warps) * gates if last else -(-stage.tiles * gates // warps)
     of_a, of_b, of_product = INSTRUCTIONS[stage.dtype]
-    sums = stage.mt * stage.nt
-    each = steps * (stage.mt * of_a + stage.nt * of_b + sums * of_product)
+    products = sums = stage.mt * stage.nt
+    read = 0.0
+    if isinstance(stage, UntiedStage):
+        products, read = stage.products, stage.read_us(gates, gpu)
+        each = steps * stage.issued + products * OF_PICKED
+    else:
+        each = steps * (stage.mt * of_a + stage.nt * of_b + sums * of_product)
     each += 0 if last else 2 * sums * OF_TWO_SUMS + OF_TILE
     rate = gpu.flops[stage.dtype] / (2 if wide == 16 else 1)  # a table has those of warpgroups
-    multiply = 2 * rounds * warps * sums * 128 * steps * wide / rate
+    multiply = 2 * rounds * warps * products * 128 * steps * wide / rate
     waits = rounds * (steps * OF_PRODUCT + each * OF_INSTRUCTION) / gpu.rates.cycles
-    return max(multiply, waits, issued_us(rounds * each, warps, gpu))
+    return max(multiply, read, waits, issued_us(rounds * each, warps, gpu))
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
@@ -349,25 +370,30 @@ Tiled = TypeVar("Tiled", bound=Recurrent)
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
     if why_not(recurrence):
         return
-    for units, warps, share, others in itertools.product(SEQUENCES, WARPS, SHARES, (2, 4, 8)):
+    untied = [c for c in recurrence.chain.contractions if is_untied(recurrence, c)]
+    padded = (False, True) if any(gains(c.q if family.back else c.p, dtype) for c in untied) else (False,)
+    for units, warps, share, others, tight in itertools.product(SEQUENCES, WARPS, SHARES, (2, 4, 8), padded):
         if units > 1 and units >= 2 * batch:
             continue
-        stages = _stages(family, recurrence, dtype, units, warps, share, others, gpu)
+        stages = _stages(family, recurrence, dtype, units, warps, share, others, tight, gpu)
         if stages is None:
             continue
         for slots in SLOTS:
             plan = family(recurrence, dtype, stages, units, warps, slots, gpu)
-            if plan.shared <= gpu.shared and _registers(plan) * plan.threads <= REGISTERS:
+            if plan.shared <= gpu.shared and _has_registers(plan):
                 yield replace(plan, us=plan.us_of(batch))
                 break
 
 
-def _registers(plan: Recurrent) -> int:
-    """Of a thread, about: sums of all gates, and the numbers that it keeps."""
+def _has_registers(plan: Recurrent) -> bool:
+    """By what a thread has, about: sums of all gates, and the numbers that it keeps."""
     each = OF_SUM.get(plan.dtype, 1)
     sums = GATES * 4 * plan.last.mt * plan.last.nt * each
     kept = 2 * plan.pairs * each * (2 if plan.before or plan.back or plan.recurrence.chain.bias else 1)
-    return sums + kept + BESIDE
+    if any(isinstance(stage, UntiedStage) for stage in plan.stages):
+        beside = BESIDE + OF_GROUPS + OF_CORNER * -(-plan.last.tiles // plan.warps)
+        return (sums + kept + beside) * 32 * round_up(plan.warps + LOADING, TOGETHER) <= REGISTERS
+    return (sums + kept + BESIDE) * plan.threads <= REGISTERS
 
 
 def _stages(
@@ -378,27 +404,47 @@ def _stages(
     warps: int,
     share: tuple[int, int],
     others: int,
+    tight: bool,
     gpu: Gpu,
 ) -> tuple[Stage, ...] | None:
     contractions = recurrence.chain.contractions
     if family.back:
         contractions = contractions[::-1]
-    stages = []
+    stages: list[Stage] = []
     for i, c in enumerate(contractions):
         p, q = (c.q, c.p) if family.back else (c.p, c.q)
-        rows = units * (c.outer if c.tied else 1)
+        rows = units * c.outer // parts_of(recurrence)
+
+        def tiled(mt: int, nt: int, c: Contraction = c, p: int = p, q: int = q, rows: int = rows) -> Iterator[Stage]:
+            if not is_untied(recurrence, c):
+                yield Stage(p, q, c.inner, rows, mt, nt, dtype)
+            elif (nt if c.inner > 1 else mt) == 1:
+                yield from _untied(p, q, c, rows, mt, nt, dtype, tight)
+
         if i == len(contractions) - 1:
             mt, nt = share
             if (mt > 1 and 8 * mt >= (rows if c.inner == 1 else q)) or (
                 nt > 1 and 4 * nt >= (q if c.inner == 1 else rows * c.inner)
             ):
                 return None
-            stages.append(Stage(p, q, c.inner, rows, mt, nt, dtype))
+            found = [stage for stage in tiled(mt, nt) if not isinstance(stage, UntiedStage) or stage.is_whole]
+            if not found:
+                return None
+            stages.append(found[0])
         else:
             shares = [
-                Stage(p, q, c.inner, rows, mt, nt, dtype)
-                for mt, nt in SHARES
-                if mt * nt * SUM_REGISTERS[dtype] <= others * 2
+                stage for mt, nt in SHARES if mt * nt * SUM_REGISTERS[dtype] <= others * 2 for stage in tiled(mt, nt)
             ]
             stages.append(min(shares, key=lambda stage: stage_us(stage, GATES, warps, gpu)))
     return tuple(stages)
+
+
+def _untied(
+    p: int, q: int, c: Contraction, rows: int, mt: int, nt: int, dtype: str, tight: bool
+) -> Iterator[UntiedStage]:
+    """Up to the share that has all groups of a tile."""
+    for share in GROUPS[0 if c.inner == 1 else 1 :]:
+        stage = UntiedStage(p, q, c.inner, rows, mt, nt, dtype, c.outer, share, tight)
+        yield stage
+        if stage.is_whole:
+            return

@@ -282,7 +282,7 @@ Tiled = TypeVar("Tiled", bound=RecurrentCluster)
 
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
     chain = recurrence.chain
-    if chain.parameters or recurrence.reset != "after" or any(c.p != c.q for c in chain.contractions):
+    if chain.parameters or recurrence.reset != "after" or any(c.p != c.q or not c.tied for c in chain.contractions):
         return
     sizes = tuple(c.p for c in chain.contractions)
     if any(size % 2 for size in sizes):  # states are handed on in pairs, along rows and along columns

@@ -14,7 +14,7 @@ from factorlayer.kernels.recurrent import (
 )
 from factorlayer.plan.registry.family import Family, Takes
 
-TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, blocks or dense")
+TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, Monarch, blocks or dense")
 
 RECURRENT = Family(
     "All steps of a gated recurrent unit",

@@ -8,6 +8,7 @@
 //       one, and EVEN, whether a lane's features lie in it at constants behind its first
 #pragma once
 #include "kernels/recurrent/recurrent_walk.cuh"
+#include "kernels/recurrent/untied.cuh"
 
 // Where the last contraction of a step reads what others have made for it: of the first gate, and from one gate to the next
 struct Gathered {
@@ -15,8 +16,8 @@ struct Gathered {
   int apart;
 };
 
-template <class Pass> struct RecurrentSteps : RecurrentWalk<Pass> {
-  using Base = RecurrentWalk<Pass>;
+template <class Pass> struct RecurrentSteps : UntiedProducts<RecurrentWalk<Pass>> {
+  using Base = UntiedProducts<RecurrentWalk<Pass>>;
   using typename Base::Element, typename Base::Math;
   using Base::kSize, Base::lane, Base::multiplies, Base::row, Base::shared, Base::stream_address, Base::warp;
   using Real = Sum<Element>;
@@ -153,18 +154,21 @@ template <class Pass> struct RecurrentSteps : RecurrentWalk<Pass> {
     }
   }
 
-  template <class S> DEVICE void add_product(Sums<S>& y, int tile, int gate, u32 state) const {
+  template <class S> DEVICE void add_product(Sums<S>& y, int tile, int part, int gate, u32 state) const {
     const u32 weight = Base::template weight_address<S>(gate);
-    Base::template multiply<S>(y, tile, state, weight);
+    if constexpr (S::TIED)
+      Base::template multiply<S>(y, tile, state, weight);
+    else
+      Base::template multiply_untied<S>(y, tile, part, state, weight);
     if constexpr (Math::kRepairs) Base::template repair<S>(y, tile, state, weight);
   }
   // One contraction of the states of gates from FIRST up to END, which lie `apart` bytes from each other, or are all the same.
   template <class S, int FIRST, int END> DEVICE void contract(u32 from, int apart, u32 to, int to_apart) const {
     ROLL for (int j = multiplies() ? warp : S::TILES * (END - FIRST); j < S::TILES * (END - FIRST); j += Pass::WARPS) {
-      const int gate = FIRST + j % (END - FIRST), tile = j / (END - FIRST);
+      const int gate = FIRST + j % (END - FIRST), tile = j / (END - FIRST) / S::PARTS, part = j / (END - FIRST) % S::PARTS;
       Sums<S> y = {};
-      add_product<S>(y, tile, gate, from + gate * apart);
-      Base::template write<S, false>(y, tile, to + gate * to_apart, 0);
+      add_product<S>(y, tile, part, gate, from + gate * apart);
+      Base::template write<S, false>(y, tile, to + gate * to_apart, 0, 0, part);
     }
     __syncthreads();
   }
@@ -175,7 +179,7 @@ template <class Pass> struct RecurrentSteps : RecurrentWalk<Pass> {
       const int tile = warp + round * Pass::WARPS;
       if (Last::TILES % Pass::WARPS && tile >= Last::TILES) break;
       Sums<Last> y[END - FIRST] = {};
-      UNROLL for (int g = FIRST; g < END; ++g) add_product<Last>(y[g - FIRST], tile, g, from.at + g * from.apart);
+      UNROLL for (int g = FIRST; g < END; ++g) add_product<Last>(y[g - FIRST], tile, 0, g, from.at + g * from.apart);
       take_sums(round, y);
     }
   }
