@@ -28,6 +28,7 @@ UNITS: list[tuple[str, dict[str, Any], int, int, int, int]] = [
     ("32 x 32", {"structure": "kronecker"}, 1024, 1024, 16, 1024),
     ("64 x 64", {"structure": "kronecker"}, 4096, 4096, 16, 1024),
     ("8 blocks of 64", {"structure": "blocks", "blocks": 8}, 512, 512, 16, 1024),
+    ("Monarch, 8 blocks", {"structure": "monarch", "blocks": 8}, 1024, 1024, 16, 1024),
     ("dense 128, 2 layers", {"num_layers": 2}, 45, 128, 61, 11),
     ("dense 256", DENSE, 256, 256, 16, 1024),
     ("dense 512, one sequence", DENSE, 768, 512, 1, 13),

@@ -28,6 +28,13 @@ LINE, SECTOR = 128, 32  # bytes of memory that are copied, and of L2 that are wr
 # Of a warp's copy: instructions, also where it goes through registers, and cycles for each line that it touches; on a
 # multiprocessor a store to a part of a sector. Of 120 passes of drawn layers on one H100, 76 % are within 30 %.
 COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, LINE_CYCLES, PART_US = 6, 12, 1.5, 2e-3
+# Times what a unit takes by its rate; shares of the second slowest unit and of what is beside memory or beside products;
+# what a chunk takes of that with many warps, and more with one; of results, in shared memory and sent to L2; until the
+# first chunk. Fitted to 876 kernels of 146 contractions of drawn Monarch layers on one H100, all dtypes, 4 to 32 warps of
+# a multiprocessor (benches/results/pairs/streamed-tilings.json): 79 % are within 30 %, and of a contraction's tilings the
+# one with the least prediction takes 1.07 of the best one's time, 1.50 at most
+OF_FLOPS, OF_SHARED, OF_L2, OF_ISSUE = 1.75, 1.24, 0.35, 2.6
+SECOND, BESIDE, BUSY, LONE_WARP, STORED, SENT, BEGIN_US = 0.54, 0.46, 0.5, 2.2, 2.35, 0.47, 0.47
 # Warp tiles, in 16 rows and 8 columns of sums, and registers that they need.
 TILES_16 = {
     (4, 8): 232,
@@ -343,7 +350,7 @@ class Streamed(Pass):
 
     def us_of(self, batch: int) -> float:
         """Microseconds: a kernel starts behind another, and multiprocessors take turns at tiles, each bound by its
-        slowest unit, or by waiting for its chunks. Numbers fitted to an H200."""
+        slowest unit, or by waiting for its chunks."""
         product, gpu, size = self.product, self.gpu, self.product.size
         mt, nt = self.mt, self.nt
         tiles = -(-batch * self.units_per_sample // self.units_per_block) * self.tiles
@@ -354,25 +361,25 @@ class Streamed(Pass):
         read = self.warps * (16 * mt + 8 * nt) * self.bk * size
         issue = self.warps * (self.bk * _instructions(product, mt, nt) + 40) + copies
         units = (
-            self.wg * self.bm * self.bn * self.bk / gpu.flops[product.dtype],
-            (read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles,
-            0.7 * copied / gpu.l2_bytes * (1.2 if self.bk * size < 128 else 1),
-            1.8 * issue / ISSUE_RATE,
+            OF_FLOPS * self.wg * self.bm * self.bn * self.bk / gpu.flops[product.dtype],
+            OF_SHARED * ((read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles),
+            OF_L2 * copied / gpu.l2_bytes * (1.2 if self.bk * size < 128 else 1),
+            OF_ISSUE * issue / ISSUE_RATE,
         )
         _, _, second, slowest = sorted(units)
         result, parts = _stored(self)
-        busy = chunks * (slowest + 0.1 * second) * (1 + 0.7 / (self.warps * together))
-        busy += (6.3 * result / gpu.shared_bytes + 0.7 * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
+        busy = chunks * (slowest + SECOND * second) * (BUSY + LONE_WARP / (self.warps * together))
+        busy += (STORED * result / gpu.shared_bytes + SENT * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
         busy += parts * PART_US
         moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
         moved += product.terms * product.weights
-        bounds = each * busy, 1.85 * moved * size / (gpu.memory_bytes * gpu.sms)
-        us: float = max(bounds) + 0.2 * min(bounds)
+        bounds = each * busy, moved * size / (gpu.memory_bytes * gpu.sms)
+        us: float = max(bounds) + BESIDE * min(bounds)
         turns = -(-each // self.blocks)
         through_registers = min(self.accesses[:2]) < 4
         each_wait = LOADED_US if through_registers else gpu.rates.wait_us / min(self.slots - 1, chunks)
         waits = turns * chunks * each_wait  # a ring asks for all chunks but one that it has room for
-        return gpu.rates.behind_us + max(us, waits) + (0.35 + 0.045 * chunks) * max(1.0, turns / min(together, 2))
+        return gpu.rates.behind_us + max(us, waits) + BEGIN_US * max(1.0, turns / min(together, 2))
 
     @property
     def details(self) -> str:
@@ -421,6 +428,7 @@ class Streamed(Pass):
 
 
 LEAST_OF_SOME, MOST_OF_SOME = 128, 1024  # samples of the middle class: with few of them most of a GPU may be idle
+FEWER_OF_MANY = 4  # times fewer samples of the largest class have the same tiling
 
 
 def batches_of(product: Product, batch: int) -> tuple[int, ...]:
@@ -430,8 +438,9 @@ def batches_of(product: Product, batch: int) -> tuple[int, ...]:
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
-    """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too."""
-    batches = batches_of(product, batch)
+    """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too, in the largest one
+    for fewer."""
+    batches = (batch // FEWER_OF_MANY, batch) if batch > MOST_OF_SOME else batches_of(product, batch)
     tilings = (plan for batch in batches for plan in _tilings(product, batch, gpu))
     plan = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches))
     return replace(plan, us=plan.us_of(batches[-1]))
