@@ -53,6 +53,14 @@ def drawn_spec(rng: random.Random) -> LayerSpec:
     return replace(spec, rank=rng.choice([1, 1, rng.randint(1, most)]))
 
 
+def drawn_monarch(rng: random.Random) -> Chain:
+    """Of as many features as there go in: both numbers of groups divide them."""
+    groups, others = (rng.choice([1, 2, 3, 4, 5, 8, 16, 20]) for _ in range(2))
+    each = rng.choice([1, 2, 3, 5] if groups * others > 1 else [2, 3, 5])
+    inputs, outputs = (groups, others * each), (groups * each, others)
+    return recurrent.monarch(inputs, outputs, rng.randint(1, min(3, inputs[1], outputs[0])))
+
+
 class Emulated:
     """Compiles its emulator once."""
 
@@ -158,6 +166,7 @@ class Emulated:
                 recurrent.blocks(rng.choice([2, 3, 4]), min(size, 20)),
                 recurrent.kronecker(rng.choice([2, 3, 5, 8, 12, 16, 24]), size),
                 recurrent.kronecker(2, rng.choice([2, 3, 4]), rng.choice([2, 5, 8])),
+                drawn_monarch(rng),
             ]
         )
         alone, tied = len(chain.contractions) == 1, all(c.tied for c in chain.contractions)
@@ -175,7 +184,7 @@ class Emulated:
             case = replace(case, reset="before")
         elif way == "spread" and alone and tied:
             case = replace(case, spread=rng.choice([8, 16]))
-        elif way == "cluster" and len(chain.contractions) == 2:
+        elif way == "cluster" and tied and len(chain.contractions) == 2:
             case = replace(case, cluster=rng.choice([2, 3, 4]))
 
         def run() -> None:

@@ -123,6 +123,8 @@ CASES = [
     Case(monarch((2, 20), (4, 10), 3), "bfloat16", 5, 3, units=4, ragged=True, activation="elu"),
     Case(monarch((20, 8), (16, 10)), "float16", 3, 3, units=2, bias=False),
     Case(monarch((2, 3, 4), (4, 2, 3)), "float32", 2, 3),
+    Case(monarch((1, 20), (5, 4), 2), "float16", 2, 2, reset="before", units=2),
+    Case(monarch((8, 3), (24, 1), 2), "float32", 2, 1, starts=True),
     Case(monarch((4, 96), (96, 4)), "float64", 1, 2),  # without padding
     Case(kronecker(16, 16), "bfloat16", 2, 5, cluster=2, starts=True),
     Case(kronecker(14, 20), "float32", 3, 4, cluster=4, ragged=True, starts=True, units=2),

@@ -310,8 +310,9 @@ def parts_of(recurrence: Recurrence) -> int:
 
 
 def is_untied(recurrence: Recurrence, c: Contraction) -> bool:
-    """Whether what a block of threads contracts has several weights."""
-    return not c.tied and c.outer * c.inner > parts_of(recurrence)
+    """Whether what a block of threads contracts may have several weights. Of one alone, too, what it makes of a row may
+    be in several rows of the next state."""
+    return not c.tied and (len(recurrence.chain.contractions) > 1 or c.inner > 1)
 
 
 def contractions_of(recurrence: Recurrence, turned: bool) -> tuple[int, ...]:
