@@ -115,6 +115,11 @@ CASES = [
     Case(dense(21), "float64", 4, 3, ragged=True, spread=8, bias=False),
     Case(dense(19), "float16", 2, 4, reverse=True, starts=True, spread=8),
     Case(dense(40), "tf32", 5, 3, joined=True, spread=16, activation="elu"),
+    Case(dense(24), "bfloat16", 3, 5, spread=8, reset="before", starts=True),
+    Case(dense(32), "float32", 18, 4, spread=16, reset="before", ragged=True),
+    Case(dense(21), "float64", 4, 3, spread=8, reset="before", ragged=True, starts=True, reverse=True),
+    Case(dense(19), "float16", 2, 4, spread=8, reset="before", joined=True),
+    Case(dense(40), "tf32", 5, 3, spread=16, reset="before", joined=True, activation="elu"),
     Case(monarch((8, 16), (16, 8)), "bfloat16", starts=True),
     Case(monarch((5, 6), (10, 3), 2), "float32", 3, 4, ragged=True),
     Case(monarch((3, 7), (3, 7), 2), "float64", 2, 3, reset="before", ragged=True, starts=True),
@@ -292,12 +297,11 @@ def test_forward(case: Case, emulator: Emulator) -> None:
     inputs = Inputs(case)
     x, others = inputs.gate_places()
     places = [*inputs.weights, *others, inputs.initial, *inputs.rows.places, row_of(case)]
-    shape = inputs.gates[0].shape
+    # Where blocks of a matrix hand on states, those that are reset before the product are in a tensor, too.
+    handed_on = 1 + (case.spread > 0 and case.reset == "before")
+    outputs = [(tuple(inputs.gates[0].shape), x.dtype)] * handed_on
     wanted, _ = inputs.wanted(case)
-    made = [
-        run(emulator, planned(case), case.sequences, x, inputs.bias, places, [(tuple(shape), x.dtype)], seed)[0]
-        for seed in (1, 2)
-    ]
+    made = [run(emulator, planned(case), case.sequences, x, inputs.bias, places, outputs, seed)[0] for seed in (1, 2)]
     assert_near(made[0], wanted, case.dtype)
     assert torch.equal(made[0].view(torch.uint8), made[1].view(torch.uint8)), "not the same in any order"
 
@@ -397,6 +401,27 @@ def test_blocks_that_wait_for_one_another_are_no_more_than_multiprocessors(famil
         plan_of(asked[0].text, "bfloat16", 0, Gpu(90, 12, 232448))
 
 
+@pytest.mark.parametrize("reset", ["after", "before"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_all_that_blocks_hand_on_is_filled_before(reset: str, backward: bool, emulator: Emulator) -> None:
+    """Rows that sequences have, and nothing else."""
+    case = Case(dense(24), "bfloat16", 3, 5, reset=reset, ragged=True, spread=8)
+    inputs, found = Inputs(case), planned(case, backward)
+    assert isinstance(found, RecurrentSpread)
+    fill = found.passes[0]
+    others: list[Tensor | int | None] = [inputs.gates[0]] * (5 if backward else 3)
+    places = [*inputs.weights, *others, *inputs.rows.places, case.recurrence.hidden]
+    held = [torch.ones_like(inputs.gates[0]) for _ in range(GATES + (reset == "after") if backward else found.filled)]
+    filled = {"after": [0, 1, 3], "before": [0, 1, 2]}[reset] if backward else list(range(found.filled))
+    outputs = [(tuple(each.shape), each.dtype) for each in held]
+    unwritten = (len(held) - len(filled)) * len(written(held[0]))
+    made = run(
+        emulator, fill, case.sequences, inputs.gates[0], None, places, outputs, 1, before=held, unwritten=unwritten
+    )
+    for i, each in enumerate(made):
+        assert (each.view(torch.int16) == -1).all() if i in filled else torch.equal(each, held[i])
+
+
 def test_clusters_share_out_large_factors() -> None:
     def taken(chain: Chain, dtype: str, arch: int = 90, reset: str = "after", asked: str = "") -> type[Pass]:
         text = Recurrence(replace(chain, bias=reset == "after"), reset).text  # type: ignore[arg-type]
@@ -442,6 +467,23 @@ def test_monarch_kernels_compile_and_spill_nothing(
         assert usage.frame == usage.spilled == 0, found
         # Registers are given to four warps at once.
         assert usage.registers * -(-found.threads // 128) * 128 <= recurrent.REGISTERS, found
+
+
+@pytest.mark.parametrize(("hidden", "dtype"), [(768, "bfloat16"), (333, "float16"), (256, "float32"), (256, "float64")])
+def test_dense_matrices_are_spread_with_either_order_of_the_reset_gate(
+    hidden: int, dtype: str, usage_of: UsageOf
+) -> None:
+    """A step that hands on twice takes longer, and fits as well."""
+    us = {}
+    for reset, family in itertools.product(("after", "before"), (RecurrentSpread, RecurrentSpreadBackward)):
+        asked = " | backward" if family is RecurrentSpreadBackward else ""
+        text = Recurrence(dense(hidden), reset).text + asked  # type: ignore[arg-type]
+        *_, found = plan_of(text, dtype, 0, GPU).passes
+        assert type(found) is family
+        us[reset, family] = found.us
+        usage = usage_of(found.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert usage.spilled == 0, found
+    assert all(us["after", family] < us["before", family] for family in (RecurrentSpread, RecurrentSpreadBackward))
 
 
 def test_what_a_multiprocessor_cannot_hold_is_refused() -> None:

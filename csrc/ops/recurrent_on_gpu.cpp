@@ -75,6 +75,12 @@ Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const
   places.add(initial);
   places.add_walk(walk, starts, first, lengths, offsets);
   places.add(gates[0].size(1));
+  const auto& contractions = unit.chain.contractions;
+  if (unit.before && contractions.size() == 1 && contractions[0].tied) {
+    // Blocks that share a dense matrix hand on states there that are reset.
+    places.kept.push_back(new_matrix(initial, walk.rows, hidden));
+    places.add(places.kept.back().mutable_data_ptr());
+  }
   launch(places, text.value, initial, walk.sequences);
   return output;
 }

@@ -26,6 +26,7 @@ from factorlayer.plan.planner import plan_of
 KINDS = {
     "dense": dict(input_size=40, hidden_size=48),
     "spread": dict(input_size=40, hidden_size=256),
+    "spread-before": dict(input_size=40, hidden_size=256, reset="before"),
     "kronecker": dict(input_size=48, hidden_size=48, structure="kronecker"),
     "cluster": dict(input_size=32, hidden_size=64 * 64, structure="kronecker", factors=(64, 64)),
     "rank-before": dict(input_size=48, hidden_size=64, structure="kronecker", rank=2, reset="before"),
@@ -145,6 +146,7 @@ def test_the_same_bits_every_run(kind: str) -> None:
 # Kernels whose blocks wait for one another at every step: all of them, or those of a cluster
 WAITING: dict[str, tuple[type[Pass], dict[str, object]]] = {
     "spread": (RecurrentSpread, dict(hidden_size=256)),
+    "spread-before": (RecurrentSpread, dict(hidden_size=256, reset="before")),
     "cluster": (RecurrentCluster, dict(hidden_size=24 * 24, structure="kronecker", input_structure="dense")),
 }
 SETTLED, COMPARED = 256, 64  # steps behind which nothing is left of a state, and steps that are held against float64

@@ -46,13 +46,27 @@ class RecurrentSpread(AllSteps):
     us: float = 0.0
 
     threads = 32 * WARPS
-    handed, summed = 1, GATES  # tensors of states that blocks hand on, and gates whose sums stay apart
+    summed = GATES  # gates whose sums stay apart
     round_us = ROUND_US
     title = "recurrent, spread"
 
     @property
     def hidden(self) -> int:
         return self.recurrence.hidden
+
+    @property
+    def before(self) -> bool:
+        return self.recurrence.reset == "before"
+
+    @property
+    def handed(self) -> int:
+        """Tensors of states that blocks hand on at once."""
+        return 1
+
+    @property
+    def filled(self) -> int:
+        """Those that they hand on in a step."""
+        return 1 + self.before
 
     @property
     def split(self) -> int:
@@ -111,9 +125,9 @@ class RecurrentSpread(AllSteps):
         of_a, of_b, of_product = INSTRUCTIONS[self.dtype]
         each = steps * (of_a + stage.nt * of_b + stage.nt * of_product)
         products = stage.tiles * GATES * (steps * OF_PRODUCT / 2 + each * OF_INSTRUCTION) / gpu.rates.cycles
-        gathered = self.handed * self.units * self.hidden * self.size
+        gathered = self.filled * self.units * self.hidden * self.size
         rounds = -(-self.units * self.own // 2 * LANES // self.threads)
-        return HANDED_ON_US + gathered / gpu.rates.l2_bytes + products + rounds * self.round_us
+        return (1 + self.before) * HANDED_ON_US + gathered / gpu.rates.l2_bytes + products + rounds * self.round_us
 
     # What its kernel is told
 
@@ -122,7 +136,7 @@ class RecurrentSpread(AllSteps):
         stage, even = self.slice, self.hidden % 2 == 0
         told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
         told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
-        told |= {"HIDDEN": self.hidden}
+        told |= {"HIDDEN": self.hidden, "RESET_BEFORE": self.before}
         told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
         told |= {"ROW": self.row, "DOWN": self.goes_down, "TURNED": self.back}
         told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}
@@ -145,8 +159,13 @@ class RecurrentSpreadBackward(RecurrentSpread):
 
     header, title = "recurrent_spread_backward", "recurrent, spread, backward"
     back = True
-    handed, summed = GATES, 1
+    summed = 1
     round_us = ROUND_BACK_US
+    filled = GATES
+
+    @property
+    def handed(self) -> int:
+        return GATES - self.before
 
 
 @dataclass(frozen=True)
@@ -167,13 +186,14 @@ class RecurrentFill(Pass):
         return self.us_of(1)
 
     def us_of(self, batch: int) -> float:
-        moved = batch * STEPS * self.of.handed * self.of.hidden * self.size
+        moved = batch * STEPS * self.of.filled * self.of.hidden * self.size
         return self.gpu.rates.behind_us + moved / (self.gpu.memory_bytes * self.gpu.sms)
 
     @property
     def told(self) -> list[str]:
         told: Told = {"Element": ELEMENT[self.dtype], "THREADS": self.threads, "HIDDEN": self.of.hidden}
-        told |= {"kWalk": self.of.walk_at, "kOutputs": self.of.walk_at + 9, "BACKWARD": self.of.handed > 1}
+        told |= {"kWalk": self.of.walk_at, "kOutputs": self.of.walk_at + 9, "BACKWARD": self.of.back}
+        told |= {"RESET_BEFORE": self.of.before}
         return constants(told)
 
     header = "recurrent_fill"
@@ -192,7 +212,7 @@ Tiled = TypeVar("Tiled", bound=RecurrentSpread)
 
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
     chain = recurrence.chain
-    if not chain.is_dense or chain.parameters or recurrence.reset != "after" or gpu.arch < 70:
+    if not chain.is_dense or chain.parameters or gpu.arch < 70:
         return
     for own, units in itertools.product(OWN, SEQUENCES):
         if units > SEQUENCES[0] and units >= 2 * batch:

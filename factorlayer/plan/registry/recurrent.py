@@ -30,7 +30,7 @@ RECURRENT_BACKWARD = Family(
     "recurrent",
     TAKES,
 )
-SPREAD_TAKES = Takes(factors=(1, 1), tied=True, more="dense, reset after the product, on all multiprocessors together")
+SPREAD_TAKES = Takes(factors=(1, 1), tied=True, more="dense, on all multiprocessors together")
 RECURRENT_SPREAD = Family(
     "The same of a dense matrix that several blocks share",
     recurrent_spread.tile,

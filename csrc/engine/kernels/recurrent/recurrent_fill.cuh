@@ -1,8 +1,8 @@
 // All bits of the rows that sequences have, set: what spread.cuh's blocks hand on in these rows is there when it is something else.
 //
 // Pass: Element; THREADS, HIDDEN, DOWN false; kWalk (recurrent_rows.cuh), behind which is what lies between rows of gates; kOutputs, and
-//       BACKWARD: whether it is y's rows alone, or, backward, those of gradients of reset and update (y and the first output) and of
-//       the candidate's product (the third)
+//       BACKWARD: whether it is y's rows, and, RESET_BEFORE the product, the first output's, or, backward, those of gradients of reset and
+//       update (y and the first output) and of the candidate's product (the third), or, RESET_BEFORE, of the candidate (the second)
 #pragma once
 #include "kernels/recurrent/recurrent_rows.cuh"
 #include "move/memory.cuh"
@@ -32,9 +32,11 @@ template <class Pass> struct RecurrentFill {
       if constexpr (Pass::BACKWARD) {
         fill(params.y, row * gate_row);
         fill(tensor_at<void>(params, Pass::kOutputs), row * gate_row);
-        fill(tensor_at<void>(params, Pass::kOutputs + 2), row * Pass::HIDDEN);
+        fill(tensor_at<void>(params, Pass::kOutputs + (Pass::RESET_BEFORE ? 1 : 2)),
+             row * (Pass::RESET_BEFORE ? gate_row : i64(Pass::HIDDEN)));
       } else {
         fill(params.y, row * Pass::HIDDEN);
+        if constexpr (Pass::RESET_BEFORE) fill(tensor_at<void>(params, Pass::kOutputs), row * Pass::HIDDEN);
       }
     }
   }

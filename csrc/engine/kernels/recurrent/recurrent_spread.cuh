@@ -1,9 +1,9 @@
 // A gated recurrent unit with a dense recurrent matrix that no multiprocessor holds, over all steps of its sequences: spread.cuh's
-// blocks hand on states in the output.
-//     r = sigmoid(x_r + U_r h), z = sigmoid(x_z + U_z h), n = act(x_n + r * (U_n h + b)), h' = (1 - z) * n + z * h
+// blocks hand on states in the output. recurrent.cuh has the formulas. With RESET_BEFORE the product, a step hands on twice: r * h, too,
+// in a tensor like the output, which nobody needs behind the last step.
 //
 // Pass: what spread.cuh asks for; Gate and Candidate, of which Activation is the function; HAS_BIAS; the tensors behind the weights are
-//       as recurrent.cuh has them.
+//       as recurrent.cuh has them, and, RESET_BEFORE, the one for r * h (kOutputs).
 #pragma once
 #include "kernels/recurrent/spread.cuh"
 
@@ -20,6 +20,7 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
     const Element* const initial = tensor_at<Element>(params, Pass::kInputs + 2);
     const Element* const bias = static_cast<const Element*>(params.bias) + part;  // maybe of nothing
     Element* const output = static_cast<Element*>(params.y);
+    Element* const reset_states = Pass::RESET_BEFORE ? tensor_at<Element>(params, Pass::kOutputs) : nullptr;
     const typename Pass::Gate::Activation gate(params);
     const typename Pass::Candidate::Activation candidate(params);
 
@@ -42,6 +43,13 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
       }
       read_inputs(0, begin);
     };
+    // The new state of two features: to memory, and, unless the sequence begins again, to the next step
+    const auto end = [&](u32 step, i64 begin, const Row& row, const Two& two, int round, const Real(&made)[2]) {
+      Base::give(output + row.at(Pass::HIDDEN) + part + two.feature, two, made[0], made[1]);
+      h[round][0] = made[0], h[round][1] = made[1];
+      if (Base::rows().of(step + 1, two.unit).starts())
+        Base::read(initial + (begin + two.unit) * Pass::HIDDEN + part + two.feature, two, h[round]);
+    };
     Base::walk(
         begin_group,
         [&](u32 step, i64 begin, const auto& read_rows) {
@@ -59,25 +67,61 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
               UNROLL for (int i = 0; i < 2; ++i) x[round][g][i] = next[round][g].number(i);
           read_inputs(step + 1, begin);
           __syncthreads();
-          Base::multiply_slice();
-          __syncthreads();
-          UNROLL for (int round = 0; round < kRounds; ++round) {
-            const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.unit);
-            Real sums[kGates][2], made[2];
-            UNROLL for (int g = 0; g < kGates; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
-            if (!two.first || !row.there()) continue;
-            UNROLL for (int i = 0; i < 2; ++i) {
-              Real product = sums[2][i];
-              if constexpr (Pass::HAS_BIAS) product += own_bias[round][i];
-              const Real r = gate.of(x[round][0][i] + sums[0][i]), z = gate.of(x[round][1][i] + sums[1][i]);
-              made[i] = candidate.of(x[round][2][i] + r * product);
-              made[i] += z * (h[round][i] - made[i]);
+          if constexpr (Pass::RESET_BEFORE) {
+            Real update[kRounds][2];
+            Base::template multiply_slice<0, 2>();
+            __syncthreads();
+            UNROLL for (int round = 0; round < kRounds; ++round) {
+              const Two two = Base::two(round, begin);
+              const Row row = Base::rows().of(step, two.unit);
+              Real sums[2][2], reset[2];
+              UNROLL for (int g = 0; g < 2; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
+              if (!two.first || !row.there()) continue;
+              UNROLL for (int i = 0; i < 2; ++i) {
+                reset[i] = gate.of(x[round][0][i] + sums[0][i]) * h[round][i];
+                update[round][i] = gate.of(x[round][1][i] + sums[1][i]);
+              }
+              Base::give(reset_states + row.at(Pass::HIDDEN) + part + two.feature, two, reset[0], reset[1]);
             }
-            Base::give(output + row.at(Pass::HIDDEN) + part + two.feature, two, made[0], made[1]);
-            h[round][0] = made[0], h[round][1] = made[1];
-            if (Base::rows().of(step + 1, two.unit).starts())
-              Base::read(initial + (begin + two.unit) * Pass::HIDDEN + part + two.feature, two, h[round]);
+            Base::gather(
+                [&](int, int unit) -> const Element* {
+                  const Row row = Base::rows().of(step, unit);
+                  return row.there() ? reset_states + row.at(Pass::HIDDEN) : nullptr;
+                },
+                [](int) { return true; });
+            __syncthreads();
+            Base::template multiply_slice<2, 3>();
+            __syncthreads();
+            UNROLL for (int round = 0; round < kRounds; ++round) {
+              const Two two = Base::two(round, begin);
+              const Row row = Base::rows().of(step, two.unit);
+              Real sums[2], made[2];
+              Base::added_up(2, two.unit, two.feature, sums);
+              if (!two.first || !row.there()) continue;
+              UNROLL for (int i = 0; i < 2; ++i) {
+                made[i] = candidate.of(x[round][2][i] + sums[i]);
+                made[i] += update[round][i] * (h[round][i] - made[i]);
+              }
+              end(step, begin, row, two, round, made);
+            }
+          } else {
+            Base::multiply_slice();
+            __syncthreads();
+            UNROLL for (int round = 0; round < kRounds; ++round) {
+              const Two two = Base::two(round, begin);
+              const Row row = Base::rows().of(step, two.unit);
+              Real sums[kGates][2], made[2];
+              UNROLL for (int g = 0; g < kGates; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
+              if (!two.first || !row.there()) continue;
+              UNROLL for (int i = 0; i < 2; ++i) {
+                Real product = sums[2][i];
+                if constexpr (Pass::HAS_BIAS) product += own_bias[round][i];
+                const Real r = gate.of(x[round][0][i] + sums[0][i]), z = gate.of(x[round][1][i] + sums[1][i]);
+                made[i] = candidate.of(x[round][2][i] + r * product);
+                made[i] += z * (h[round][i] - made[i]);
+              }
+              end(step, begin, row, two, round, made);
+            }
           }
           read_rows();
         },

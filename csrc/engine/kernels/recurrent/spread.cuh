@@ -11,7 +11,7 @@
 // features each, whose state they keep from step to step.
 //
 // Pass: what chain.cuh asks for, whose UNITS are the sequences of a block, and Slice, the contraction of a warp; HIDDEN, OWN, PARTS
-//       of the state, HANDED; PAIRED, whether pairs of features are always whole; ROW, elements from a row of states to the next in
+//       of the state, HANDED at once; PAIRED, whether pairs of features are always whole; ROW, elements from a row of states to the next in
 //       shared memory; SUMMED, gates that are summed apart; kWalk (recurrent_rows.cuh), kRowsAt, kStatesAt, kSumsAt; DOWN; TURNED,
 //       whether weights are turned
 #pragma once
@@ -69,10 +69,11 @@ template <class Pass> struct Spread : Chain<Pass> {
       missing = (words[0] & 0xffff) == 0xffff;
     return missing;
   }
-  // Rows that blocks hand on, to shared memory, some of them by each warp; from(tensor, sequence) is where one begins, or null, and
-  // handed_on(sequence) whether it may not be there yet.
-  template <class From, class HandedOn> DEVICE void gather(const From& from, const HandedOn& handed_on) const {
-    constexpr int kAll = Pass::HANDED * Pass::UNITS, kOfLane = ceil_div(kOfRow, 32), kMost = kWords > 2 ? 12 : 16;
+  // Rows of COUNT tensors that blocks hand on, to shared memory, some of them by each warp; from(tensor, sequence) is where one begins,
+  // or null, and handed_on(sequence) whether it may not be there yet.
+  template <int COUNT = Pass::HANDED, class From, class HandedOn>
+  DEVICE void gather(const From& from, const HandedOn& handed_on) const {
+    constexpr int kAll = COUNT * Pass::UNITS, kOfLane = ceil_div(kOfRow, 32), kMost = kWords > 2 ? 12 : 16;
     constexpr int kAtOnce = kOfLane < kMost ? kMost / kOfLane : 1, kSome = kOfLane < kMost ? kOfLane : kMost;
     ROLL for (int begin = warp; begin < kAll; begin += kAtOnce * Pass::WARPS) {
       ROLL for (int piece = lane.index; piece < kOfRow; piece += kSome * 32) {
@@ -116,45 +117,48 @@ template <class Pass> struct Spread : Chain<Pass> {
   DEVICE u32 sums_address(int warp, int gate, int unit, int feature) const {
     return shared + Pass::kSumsAt + warp * kSumsOfWarp + ((gate * Pass::UNITS + unit) * Pass::OWN + feature) * int(sizeof(Real));
   }
-  // A warp's slice of the products, step by step of all gates, so that none waits for its own last one; gates may be summed together.
-  DEVICE void multiply_slice() const {
+  // A warp's slice of the products, step by step of gates from FIRST up to END, so that none waits for its own last one. All have the
+  // same state, or each the next one, of several; gates may be summed together.
+  template <int FIRST = 0, int END = kGates> DEVICE void multiply_slice() const {
+    constexpr int kSummed = Pass::SUMMED == 1 ? 1 : END - FIRST;
     const u32 behind = warp * S::P * kSize;
     UNROLL for (int tile = 0; tile < S::TILES; ++tile) {
-      Sums<S> y[kGates] = {};
-      products(y, tile, behind);
-      if constexpr (Pass::SUMMED == 1) add_sums(y[0], y[1]), add_sums(y[0], y[2]);
+      Sums<S> y[END - FIRST] = {};
+      products<FIRST>(y, tile, behind);
+      if constexpr (Pass::SUMMED == 1)
+        UNROLL for (int gate = 1; gate < END - FIRST; ++gate) add_sums(y[0], y[gate]);
       const auto [row, o, i] = Base::template corner<S>(tile);
-      UNROLL for (int gate = 0; gate < Pass::SUMMED; ++gate)
+      UNROLL for (int gate = 0; gate < kSummed; ++gate)
         UNROLL for (int h = 0; h < 2 * S::MT; ++h)
           UNROLL for (int n = 0; n < S::NT; ++n) {
             const int unit = row + h * 8 + lane.g, feature = i + n * 8 + lane.t * 2;
             const auto& four = y[gate][h / 2][n];
             if (unit < Pass::UNITS && feature < Pass::OWN)
-              store_shared(sums_address(warp, gate, unit, feature), Pair<Real>(four[h % 2 * 2], four[h % 2 * 2 + 1]));
+              store_shared(sums_address(warp, Pass::SUMMED == 1 ? 0 : FIRST + gate, unit, feature), Pair<Real>(four[h % 2 * 2], four[h % 2 * 2 + 1]));
           }
     }
   }
-  DEVICE void products(Sums<S> (&y)[kGates], int tile, u32 behind) const {
-    const auto state = [&](int gate) { return states(Pass::HANDED > 1 ? gate : 0) + behind; };
-    const auto weight = [&](int gate) { return Base::template weight_address<S>(gate) + behind; };
+  template <int FIRST, int COUNT> DEVICE void products(Sums<S> (&y)[COUNT], int tile, u32 behind) const {
+    const auto state = [&](int gate) { return states(Pass::HANDED > 1 && COUNT > 1 ? gate : 0) + behind; };
+    const auto weight = [&](int gate) { return Base::template weight_address<S>(FIRST + gate) + behind; };
     const auto [row, o, i] = Base::template corner<S>(tile);
     constexpr int kSteps = S::PP / Math::kStep, kFlush = Math::kFlush > 0 ? Math::kFlush : kSteps;
     static_assert(S::PP % Math::kStep == 0);
-    u32 a[kGates], b[kGates][S::NT];
-    UNROLL for (int g = 0; g < kGates; ++g) {
+    u32 a[COUNT], b[COUNT][S::NT];
+    UNROLL for (int g = 0; g < COUNT; ++g) {
       a[g] = state(g) + row * S::In::ROW * kSize + Math::template lane_row_a<S::In::ROW>(lane);
       b[g][0] = weight(g) + i * S::W_STRIDE * kSize + Math::template lane_row_b<S::W_STRIDE>(lane);
     }
     UNROLL_BY(kFlush < 4 ? 2 : 1) for (int begin = 0; begin < kSteps; begin += kFlush) {
-      Sums<S> part[kGates] = {};
+      Sums<S> part[COUNT] = {};
       UNROLL_BY(kFlush <= 8 ? kFlush : 4) for (int k = 0; k < kFlush; ++k)
         if (kSteps % kFlush == 0 || begin + k < kSteps)
-          UNROLL for (int g = 0; g < kGates; ++g)
+          UNROLL for (int g = 0; g < COUNT; ++g)
             Base::template step<S, Math::kStep, S::In::ROW>(part[g], a[g], b[g], (begin + k) * Math::kStep);
-      UNROLL for (int g = 0; g < kGates; ++g) add_sums(y[g], part[g]);
+      UNROLL for (int g = 0; g < COUNT; ++g) add_sums(y[g], part[g]);
     }
     if constexpr (Math::kRepairs)
-      UNROLL for (int g = 0; g < kGates; ++g) Base::template repair<S>(y[g], tile, state(g), weight(g));
+      UNROLL for (int g = 0; g < COUNT; ++g) Base::template repair<S>(y[g], tile, state(g), weight(g));
   }
   // Of what each of kLanes neighbouring lanes has a part; all of a warp's lanes have to be here.
   DEVICE void added_up(int gate, int unit, int feature, Real (&sums)[2]) const {
