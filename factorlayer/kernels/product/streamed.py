@@ -28,11 +28,11 @@ LINE, SECTOR = 128, 32  # bytes of memory that are copied, and of L2 that are wr
 # Of a warp's copy: instructions, also where it goes through registers, and cycles for each line that it touches; on a
 # multiprocessor a store to a part of a sector. Of 120 passes of drawn layers on one H100, 76 % are within 30 %.
 COPY_INSTRUCTIONS, LOADED_INSTRUCTIONS, LINE_CYCLES, PART_US = 6, 12, 1.5, 2e-3
-# Times what a unit takes by its rate; shares of the second slowest unit and of what is beside memory or beside products;
-# what a chunk takes of that with many warps, and more with one; of results, in shared memory and sent to L2; until the
-# first chunk. Fitted to 876 kernels of 146 contractions of drawn Monarch layers on one H100, all dtypes, 4 to 32 warps of
-# a multiprocessor (benches/results/pairs/streamed-tilings.json): 79 % are within 30 %, and of a contraction's tilings the
-# one with the least prediction takes 1.07 of the best one's time, 1.50 at most
+# Times what a unit takes by its rate; shares of the second slowest unit and of what is beside memory or beside
+# products; what a chunk takes of that with many warps, and more with one; of results, in shared memory and sent to L2;
+# until the first chunk. Fitted to 876 kernels of 146 contractions of drawn Monarch layers on one H100, all dtypes, 4 to
+# 32 warps of a multiprocessor (benches/results/pairs/streamed-tilings.json): 79 % are within 30 %, and of a
+# contraction's tilings the one with the least prediction takes 1.07 of the best one's time, 1.50 at most
 OF_FLOPS, OF_SHARED, OF_L2, OF_ISSUE = 1.75, 1.24, 0.35, 2.6
 SECOND, BESIDE, BUSY, LONE_WARP, STORED, SENT, BEGIN_US = 0.54, 0.46, 0.5, 2.2, 2.35, 0.47, 0.47
 # Warp tiles, in 16 rows and 8 columns of sums, and registers that they need.
