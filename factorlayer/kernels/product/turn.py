@@ -114,11 +114,9 @@ class Turn(Pass):
 @dataclass(frozen=True)
 class TurnWhole(Turn):
     """The same by whole matrices: a block takes `together` of them, which lie in memory one behind another, before and
-    after. So what rows or columns have besides whole words costs no accesses of single elements."""
+    after. Rows and columns of any length come by 16 bytes and are stored by words."""
 
     together: int = 1
-
-    template = "TurnWhole"
 
     @property
     def shared(self) -> int:
