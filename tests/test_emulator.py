@@ -2339,7 +2339,7 @@ RESIDENT_SUMS = Case(kronecker((20, 20, 20), (20, 20, 20), rank=3), "bfloat16", 
 LEAVING = Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM)
 STREAMED = Case(monarch((8, 9, 4), (6, 10, 5)), "bfloat16", 70, LARGE)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
-WIDE = Case(monarch((16, 136), (16, 64), rank=4), "bfloat16", 300, SOME, processors=4)
+WIDE = Case(monarch((8, 136), (64, 16), rank=16), "bfloat16", 300, SOME, processors=4)
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)

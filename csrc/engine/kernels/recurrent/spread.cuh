@@ -77,7 +77,7 @@ template <class Pass> struct Spread : Chain<Pass> {
     constexpr int kAtOnce = kOfLane < kMost ? kMost / kOfLane : 1, kSome = kOfLane < kMost ? kOfLane : kMost;
     ROLL for (int begin = warp; begin < kAll; begin += kAtOnce * Pass::WARPS) {
       ROLL for (int piece = lane.index; piece < kOfRow; piece += kSome * 32) {
-        const Element* at[kAtOnce];
+        const Element* at[kAtOnce] = {};
         u32 words[kAtOnce][kSome][kWords];
         const auto is_there = [&](int i) { return kOfRow % 32 == 0 && kOfLane % kSome == 0 ? true : piece + i * 32 < kOfRow; };
         const auto load = [&](int r, int i) { load_now<kPiece>(at[r] + i * 32 * (kPiece / kSize), words[r][i]); };
