@@ -528,6 +528,8 @@ def test_a_block_makes_the_states_of_all_terms(case: Case, count: int, slots: in
         (Case(kronecker((48, 3, 8), (48, 3, 8)), "float32", 20, LARGE), 2),  # loaded by the copy engine
         (Case(kronecker((7, 5, 18), (9, 5, 18)), "float64", 9, LARGE, 80), 3),
         (Case(kronecker((6, 5, 18, 9), (6, 5, 18, 9)), "float16", 5, LARGE), 4),
+        (Case(kronecker((6, 5, 18, 9), (6, 5, 18, 10), rank=3), "bfloat16", 5, LARGE), 4),  # all terms of a state
+        (Case(kronecker((2, 9, 3, 7, 5), (2, 9, 4, 7, 5), rank=2), "float64", 5, LARGE, 80), 5),
     ],
     ids=str,
 )

@@ -28,17 +28,21 @@ from factorlayer.kernels.resident import (
     stage_type,
 )
 from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
+from factorlayer.kernels.tiling import FEW as FEW_SAMPLES
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
     PART_US,
     chunks_of,
+    counts_of,
     odd_us,
     of_pieces,
     parts_of_sectors,
     predict,
+    shared_us,
     stage_for,
     units_of,
+    us_of_few,
     waits_for_weights,
     waits_of,
 )
@@ -436,7 +440,7 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
     """The fastest by prediction, or None where a unit, or the sums, do not fit. Blocks that share a weight read what
     others would overwrite, where the gradient takes the place of the state."""
     y = "y" if places.y else ""
-    same = Places(0, x=y if places.x == places.y else "x", y=y, terms_g=places.terms_g and work.rank > 1)
+    same = Places(0, x=y if places.x == places.y else "x", y=y, terms_x=places.terms_x, terms_g=places.terms_g)
     found = _tile(work.unnumbered, same, batch, gpu)
     return replace(found, work=work, places=places) if found else None
 
@@ -448,7 +452,7 @@ def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | N
     return replace(ChainBackward(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
-# Predicted microseconds, and fields of a ChainBackward and of its TileUs
+# What it is compared by, in microseconds, and fields of a ChainBackward and of its TileUs
 Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
@@ -520,9 +524,11 @@ def _grouped(
     of_x, of_g = (math.prod(work.states[i]) * chunk * size for i in (0, -1))
     run = chunk * size if chunk < work.inner else 128
     one = ChainBackward(*fields, 1, 1, parts, places, gpu, 0.0)
-    moved = of_x * (1 + bool(places.y) / parts) + of_g * one.gradients
-    rate = (gpu.memory_bytes + (parts - 1) * gpu.l2_bytes) / parts  # other parts' blocks find it in L2
-    memory = units * moved / rate * (1 + 11 / run)  # short runs cost more
+    of_y, of_g = of_x * bool(places.y) / parts, of_g * one.gradients
+    moved = of_x + of_y + of_g
+    alike = (parts * (1 if apart else work.terms) for apart in (places.terms_x, places.terms_g))  # blocks that read one
+    read = sum(n * shared_us(blocks, gpu) for n, blocks in zip((of_x, of_g), alike, strict=True))
+    memory = units * (read + of_y / gpu.memory_bytes) * (1 + 11 / run)  # short runs cost more
     shared = units * parts_of_sectors(math.prod(work.states[0]), chunk, work, batch) * PART_US if places.y else 0.0
     fixed, tiles = one.barrier_bytes + one.weight_bytes, -(-total // units)
     of_learned = [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
@@ -532,7 +538,7 @@ def _grouped(
         groups = min((gpu.shared - fixed) // group, fit // warps, MOST_GROUPS)
         if groups < 1:
             continue
-        groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
+        groups = max(1, min(groups, math.ceil(counts_of(batch)[-1] * total / batch / units * blocks / gpu.sms)))
         if fixed + groups * max(group, one.fold_bytes) > gpu.shared:
             continue
         waits = waits_of(groups * warps)
@@ -545,7 +551,9 @@ def _grouped(
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
-        yield us, (*fields, groups, slots, parts, places, gpu, us), (*of_tile, begin + end)
+        of = TileUs(*of_tile, begin + end), units, groups, blocks
+        weight = us if batch > FEW_SAMPLES else us_of_few(*of, total, gpu)
+        yield weight, (*fields, groups, slots, parts, places, gpu, us), (*of_tile, begin + end)
 
 
 def _moving(plan: ChainBackward) -> float:

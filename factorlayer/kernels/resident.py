@@ -16,6 +16,7 @@ import numpy as np
 from factorlayer.activations.written import activation_type, gradient
 from factorlayer.device.code import Long, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
@@ -85,7 +86,7 @@ class Resident(OfWork):
     @property
     def held_bytes(self) -> int:
         """Bytes of one state in a slot."""
-        return memory_of(self.stages, self.alone, self.in_place, self.result_beside)[0]
+        return self._memory[0]
 
     @property
     def slot_bytes(self) -> int:
@@ -94,7 +95,11 @@ class Resident(OfWork):
     @property
     def side_bytes(self) -> tuple[int, int]:
         """Buffers beside the slots: states of odd number, and those of even number where x is alone."""
-        return memory_of(self.stages, self.alone, self.in_place, self.result_beside)[1:]
+        return self._memory[1:]
+
+    @kept
+    def _memory(self) -> tuple[int, int, int]:
+        return memory_of(self.stages, self.alone, self.in_place, self.result_beside, self.work.rank)
 
     @property
     def result_beside(self) -> bool:
@@ -158,7 +163,8 @@ class Resident(OfWork):
 
     @property
     def units_per_block(self) -> int:
-        return self.units * self.groups
+        """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
+        return self.units
 
     @property
     def output_bytes(self) -> int:
@@ -174,7 +180,10 @@ class Resident(OfWork):
             return self.group_bytes - self.beside_bytes
         if self.in_place or state == 0 or (state % 2 == 0 and not self.alone):
             return -1
-        return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0])
+        behind, last = 0, len(self.stages) - 1
+        if 0 < state < last and state % 2 == last % 2:  # what the last stage reads stays, of each term
+            behind = (self.work.rank - 1) * self.last.state_bytes
+        return self.slots * self.slot_bytes + (0 if state % 2 else self.side_bytes[0]) + behind
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
@@ -230,7 +239,7 @@ class Resident(OfWork):
     @property
     def _asked_later(self) -> int:
         """Tiles of x that are asked for between a tile's grad_y and the sums that meet it."""
-        return int(self.alone and (len(self.stages) > 1 or (self.work.rank > 1 and self.last.mt > 0)))
+        return int(self.alone and len(self.stages) > 1)
 
     @property
     def ends(self) -> list[str]:
@@ -447,27 +456,21 @@ def _stages(plan: Resident) -> list[str]:
     if plan.work.rank == 1:
         return function(head, [f"const u32 state = {x};", calls[0], *[load] * plan.alone, *calls[1:]])
     head = head.replace("int term", "int")
-    if not plan.last.mt:  # the only stage, by threads
+    *before, _ = calls
+    to = f"c.template out_address<S{last}>(x)"
+    if not before:
         apart = plan.held_bytes if plan.work.apart else 0
-        to = "c.template out_address<S0>(x)"
-        by_threads = f"c.template by_threads<S0, true, {plan.work.rank}, {apart}>(0, x, {to}, tile * UNITS);"
-        ending = ["c.template end_stage<void>(0);", "c.load_next(tile, slot);"]
-        return function(head, [f"const u32 x = {x};", "c.wait_for_beside();", by_threads, *ending])
-    before = [f"  {call}" for call in calls[:-1]]
+        summed = f"c.template sum_terms<S{last}, {plan.work.rank}, {apart}>(x, {to}, tile);"
+        return function(head, [f"const u32 x = {x};", summed, *["c.load_next(tile, slot);"] * plan.alone])
+    apart = last_of(plan.stages).state_bytes
+    at = f"c.template out_address<S{last - 1}>(state) + term * {apart}"
+    before[-1] = f"c.template stage_to<S{last - 1}, S{last}>(term, state, {at}, tile);"
+    first, *others = before
     lines = [
-        f"typename C::template Sums<S{last}> y = {{}};",
         f"for (int term = 0; term < {plan.work.rank}; ++term) {{",
-        f"  const u32 state = {x}{' + term * kHeldBytes' if plan.work.apart else ''};",
-        *[*before[:1], f"  {load}"] * (plan.alone and bool(before)),
-        *before[:1] * (not plan.alone),
-        *before[1:],
-        f"  if (c.warp < S{last}::TILES) c.template accumulate<S{last}>(y, c.warp, term, state);",
-        *["  c.sync();"] * bool(before),  # the next term's states take the place of this one's
+        f"  const u32 state = x{' + term * kHeldBytes' if plan.work.apart else ''};",
+        *(f"  {line}" for line in (first, *[load] * plan.alone, *others)),
         "}",
-        *["c.sync();", "c.load_next(tile, slot);"] * (plan.alone and not before),
-        f"const u32 to = c.template out_address<S{last}>({x});",
-        "c.wait_for_beside();",
-        f"if (c.warp < S{last}::TILES) c.template hand_on<S{last}, void>(y, c.warp, to, tile * UNITS, 0);",
-        "c.template end_stage<void>(0);",
+        f"c.template sum_terms<S{last}, {plan.work.rank}, {apart}>(c.template in_address<S{last}>(x), {to}, tile);",
     ]
-    return function(head, lines)
+    return function(head, [f"const u32 x = {x};", *lines])

@@ -125,11 +125,6 @@ class ResidentStack(Resident):
         return self.barrier_bytes + self.bias_places[-1]
 
     @property
-    def units_per_block(self) -> int:
-        """Fewer than a block has room for, so that few samples still keep all multiprocessors busy."""
-        return self.units
-
-    @property
     def asks(self) -> Asks:
         x, inputs = ask_for("params.x", self.sizes[0][0] * self.size), self.work.inputs
         return (inputs.asks(self.size) if inputs else [x]) + [

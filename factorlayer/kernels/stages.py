@@ -289,15 +289,19 @@ class TileUs:
 NO_TILES = TileUs()
 
 
-def memory_of(stages: Stages, alone: bool, in_place: bool, straight: bool) -> tuple[int, int, int]:
+def memory_of(stages: Stages, alone: bool, in_place: bool, straight: bool, terms: int = 1) -> tuple[int, int, int]:
     """Bytes of a slot, which may have x `alone`, and of the buffers beside it for states of odd and of even number; the
-    result is one of them, unless it goes `straight` to memory, or has a place of its own."""
+    result is one of them, unless it goes `straight` to memory, or has a place of its own. What the last stage of a sum
+    of several terms reads is there for each of them; what stages make before that lies where the last term's will."""
     states = [*(stage.state_bytes for stage in stages), *[last_of(stages).result_bytes] * (not straight)]
     if in_place:
         return max(states), 0, 0
+    last = len(stages) - 1
+    others = (terms - 1) * states[last] if last else 0
+    sides = [max(states[first::2], default=0) + others * (last % 2 == first % 2) for first in (1, 2)]
     if alone:
-        return states[0], max(states[1::2], default=0), max(states[2::2], default=0)
-    return max(states[0::2]), max(states[1::2], default=0), 0
+        return states[0], sides[0], sides[1]
+    return max(states[0::2]), sides[0], 0
 
 
 def last_of(stages: Stages) -> Stage:

@@ -48,8 +48,9 @@ OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
-MOST_HELD_TILES = 8  # where sums stay over several terms
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
+FEW = 16  # samples that plans of up to 64 are made for:
+OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
 HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
 
 
@@ -70,7 +71,7 @@ def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     return replace(Resident(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
-# Predicted microseconds, and fields of a Resident and of its TileUs
+# What it is compared by, in microseconds, and fields of a Resident and of its TileUs
 Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
@@ -99,8 +100,8 @@ def _orders(work: Work) -> Iterator[Work]:
 
 
 def chunks_of(work: Work) -> Iterator[int]:
-    """Parts of what lies behind the modes, as runs of memory: the longest that fits, and some of 64 bytes and more, of
-    which the last one is shorter where they do not divide it."""
+    """Parts of what lies behind the modes, as runs of memory: the longest that fits, some of 64 bytes and more, of
+    which the last one is shorter where they do not divide it, and sectors."""
     yield work.inner
     if work.inner == 1:
         return
@@ -110,6 +111,9 @@ def chunks_of(work: Work) -> Iterator[int]:
     if not chunks:
         most = 2048 // size
         chunks = [d for d in range(min(most, work.inner - 1), 0, -1) if work.inner % d == 0][:3] + runs
+    sector = SECTOR // size
+    if work.inner > sector and work.inner % sector == 0 and sector not in chunks:
+        chunks.append(sector)
     yield from chunks
 
 
@@ -141,19 +145,17 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
     room = gpu.shared - terms * size * weights
     beside = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
-    total = batch * work.outer * -(-work.inner // chunk)
+    per_sample = work.outer * -(-work.inner // chunk)
+    total, most_units = batch * per_sample, math.ceil(counts_of(batch)[-1] * per_sample)
     run = chunk * size if chunk < work.inner else 128
     same = 1 if work.apart else work.terms // made  # blocks that read one x, which L2 has for all but one
-    of_x = unit_in / same * (1 / gpu.memory_bytes + (same - 1) / gpu.l2_bytes)
+    of_x = unit_in * shared_us(same, gpu)
     of_y = unit_out * (1 + work.slope)  # with grad_y, which is read where results go
     memory = (of_x + of_y / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
     parts = made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * PART_US
     functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
-    for warps, fewer in itertools.product((1, 2, 4, 8, 16), (1, 4, 16) if work.rank > 1 else (1,)):
+    for warps in (1, 2, 4, 8, 16):
         units = units_of(unit, warps, total)
-        if fewer > 1 and units % fewer:  # of a sum, a warp holds all its share: it may have to be a smaller one
-            continue
-        units //= fewer
         if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
@@ -180,14 +182,15 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
                 goes = goes and not work.slope  # grad_y lies where a result does
                 for straight, slots, alone in _ways(stages, terms, in_place, goes):
-                    slot, *sides = memory_of(stages, alone, in_place, straight or work.slope)
+                    slot, *sides = memory_of(stages, alone, in_place, straight or work.slope, work.rank)
                     slot *= work.held
                     group = slots * slot + sum(sides) + (last_of(stages).result_bytes if work.slope else 0)
                     groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
                     if groups < 1:
                         continue
                     tiles = -(-total // units)
-                    groups = max(1, min(groups, -(-tiles * blocks // gpu.sms)))
+                    most_tiles = -(-most_units // units)
+                    groups = max(1, min(groups, -(-most_tiles * blocks // gpu.sms)))
                     barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms + work.slope
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
@@ -204,12 +207,33 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd, parts=units * parts)
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
-                    yield us, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
+                    of = TileUs(*of_tile, begin), units, groups, blocks
+                    weight = us if batch > FEW else us_of_few(*of, batch * per_sample, gpu)
+                    yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
+
+
+def shared_us(blocks: int, gpu: Gpu) -> float:
+    """Microseconds of a multiprocessor for a byte that so many blocks read: L2 has it for all but one."""
+    return (1 / gpu.memory_bytes + (blocks - 1) / gpu.l2_bytes) / blocks
+
+
+def counts_of(batch: int) -> tuple[float, ...]:
+    """Numbers of samples that tilings for so many are compared by."""
+    return tuple(each * batch for each in OF_FEW) if batch <= FEW else (batch,)
+
+
+def us_of_few(made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:
+    """What tiles of so many units take, in the mean of numbers of samples that few stands for: with one number of them,
+    tiles may happen to be as many as there are groups."""
+    most = max(1, gpu.sms // blocks)
+    times = (made.of(math.ceil(each * total / units), groups, most, gpu) for each in OF_FEW)
+    return math.prod(times) ** (1 / len(OF_FEW))
 
 
 def _ways(stages: Stages, terms: int, in_place: bool, goes: bool) -> Iterator[tuple[bool, int, bool]]:
     """Whether the result goes straight to memory, if it may, slots of a group, and whether nothing but x is in them, so
-    that the next tile may come: with one slot, states of even number may have places of their own for that."""
+    that the next tile may come: with one slot, states of even number may have places of their own for that. Of several
+    terms they have."""
     for straight in (False, True) if goes else (False,):
         states = len(stages) - straight  # that lie in shared memory beside x
         must = not in_place and (states == 1 or (states > 1 and terms > 1))
@@ -315,10 +339,9 @@ def of_pieces(access: int, run: int) -> float:
 def warps_that_fit(work: Work, stages: Stages) -> int:
     """Warps that fit by their registers: a quarter of a block's warps shares 512 for each lane."""
     registers = max(stage.registers for stage in stages)
-    if work.rank > 1:  # the last sums stay while the stages before them run
-        last = last_of(stages)
-        held = 4 * last.mt * last.nt or (work.rank - 1) * last.p * last.q
-        registers += held * (2 if work.dtype == "float64" else 1)
+    last = last_of(stages)
+    if not last.mt:  # a thread has the weights of all terms
+        registers += (work.rank - 1) * last.p * last.q * (2 if work.dtype == "float64" else 1)
     if work.bias or work.activation != "identity":
         registers += 16
     return min(32, 4 * (512 // round_up(registers, 8)))
@@ -353,12 +376,10 @@ def _stages(
     for number, ((at, mode), sizes) in enumerate(zip(work.steps, work.states_of(split), strict=False)):
         rows = units * math.prod(sizes[:at])
         inner = math.prod(sizes[at + 1 :]) * chunk
-        once = in_place or (work.rank > 1 and number == len(work.steps) - 1)
         q = mode.q if number else mode.q // split
-        few = min(most, MOST_HELD_TILES) if work.rank > 1 else most
         sums = work.rank if number == len(work.steps) - 1 else 1  # terms that a thread would have the weights of
-        by_threads = not in_place and (sums == 1 or number == 0) and sums * mode.p * q <= MOST_OF_THREADS
-        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, few, once, gpu, by_threads)
+        by_threads = not in_place and sums * mode.p * q <= MOST_OF_THREADS
+        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, most, in_place, gpu, by_threads)
         if stage is None:
             return None
         stages.append(stage)

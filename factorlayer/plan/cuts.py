@@ -27,9 +27,21 @@ def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
             continue
         few = len(modes) <= MOST_MODES
         for count in range(1, (min(len(modes), MOST_PASSES) if few else len(modes)) + 1):
+            found: list[list[list[int]]] = []
             for order in _orders(modes, chain.rank):
-                cuts = parts_of(order, count) if few or count == 1 else [_even(order, count)]
-                yield from (works_of(chain, dtype, modes, cut) for cut in cuts)
+                found += parts_of(order, count) if few or count == 1 else [_even(order, count)]
+            if few:
+                found += (parts for parts in _of_neighbours(modes, chain.rank, count) if parts not in found)
+            yield from (works_of(chain, dtype, modes, parts) for parts in found)
+
+
+def _of_neighbours(modes: tuple[Mode, ...], rank: int, count: int) -> Iterator[list[list[int]]]:
+    """Passes of neighbouring modes each, which are all that one of their units has."""
+    order = order_of(modes)
+    for runs in parts_of(list(range(len(modes))), count):
+        as_one = tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
+        for ways in _orders(as_one, rank):
+            yield [[i for i in order if i in runs[way]] for way in ways]
 
 
 def _orders(modes: tuple[Mode, ...], rank: int) -> list[list[int]]:

@@ -27,13 +27,14 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     and a stack of one."""
     best: Plan | None = None
     for works in cuts(chain, dtype):
-        if best is not None and PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu) > best.weight:
+        least = PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu)
+        if best is not None and batch > BATCHES[0] and least > _weight(best):
             continue
         tiled = tile_all(works, batch, gpu)
         if tiled is None:
             continue
         found = Plan(chain, dtype, batch, gpu, tiled)
-        if best is None or found.weight < best.weight:
+        if best is None or _weight(found) < _weight(best):
             best = found
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         best = _one_by_one(chain, dtype, batch, gpu, best)
@@ -65,7 +66,12 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | No
         if other is None:
             raise
         return other
-    return min(alone, other or alone, key=lambda found: found.weight)
+    return min(alone, other or alone, key=_weight)
+
+
+def _weight(plan: Plan) -> float:
+    """What plans are compared by."""
+    return PASS_WEIGHT ** (len(plan.passes) - 1) * class_us(plan.passes, plan.batch)
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.few import MOST_SAMPLES
 from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
@@ -23,6 +22,7 @@ from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES,
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
 TURNED = 1.1
+OF_FEW = ASKED[0][2:]  # that the smallest class of batches counts for: 6, 12, 24 and 48
 MANY_MORE = 4  # times as many samples as the largest class of batches is planned for, which count as well
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 
@@ -34,12 +34,11 @@ def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
 
 def class_us(passes: Sequence[Pass], batch: int) -> float:
     """What passes are predicted to take for the class of batches that a number of samples stands for: the smallest
-    counts for that number and for its largest, the last one, which has no end, for that and for MANY_MORE times as
-    many."""
-    us = sum_us(passes)
+    counts for some numbers that it has, the last one, which has no end, for that and for MANY_MORE times as many."""
     if BATCHES[0] < batch < BATCHES[-1]:
-        return us
-    return math.sqrt(us * sum_us(passes, MOST_SAMPLES if batch <= BATCHES[0] else MANY_MORE * batch))
+        return sum_us(passes)
+    samples = OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
+    return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
 def evenly_us(passes: Sequence[Pass], batch: int) -> float:

@@ -12,7 +12,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
+from factorlayer.plan.plan import BATCHES, Plan, PlanError
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.stack import (
     OF_ANY_STACK,
@@ -22,6 +22,8 @@ from factorlayer.plan.registry.stack import (
     OF_STACK_BACK,
     OF_WIDE_STACK,
 )
+
+ALONE = 1.3  # times what layers one by one are predicted to take, beside a pass that streams all their weights
 
 
 def plan_stack(
@@ -70,7 +72,7 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
     found = fastest(OF_WIDE_STACK, layers, dtype, BATCHES[-1], gpu, states=states)
     if not found:
         return False
-    alone = PASS_WEIGHT * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
+    alone = ALONE * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
     return sum(p.us for p in found) < alone
 
 

@@ -500,8 +500,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
 
   // Adds one term's products. What has to be repaired, or scaled back, is a term by itself.
-  template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 slot) const {
-    const u32 weight = Base::template weight_address<S>(term), state = in_address<S>(slot);
+  template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 state) const {
+    const u32 weight = Base::template weight_address<S>(term);
     if constexpr (Pass::RANK > 1 && (Math::kRepairs || S::SCALE >= 0)) {
       Sums<S> part = {};
       multiply<S>(part, tile, state, weight);
@@ -548,7 +548,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
 
   // A warp tile's products, and what stands behind them if they are a layer's.
   template <class S> DEVICE void make(Sums<S>& y, int tile, int term, u32 slot) const {
-    accumulate<S>(y, tile, term, slot);
+    accumulate<S>(y, tile, term, in_address<S>(slot));
     if constexpr (!is_void<typename S::End>) end_layer<S>(y, tile, term);
   }
 
@@ -578,6 +578,23 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       if constexpr (is_void<NEXT>) wait_for_beside(warp >= S::TILES);
     }
     end_stage<NEXT>(to);
+  }
+
+  // The last contraction of a sum: of all TERMS' states, APART bytes from each other
+  template <class S, int TERMS, int APART> DEVICE void sum_terms(u32 from, u32 to, i64 tile_index) const {
+    if constexpr (S::BY_THREADS) {
+      wait_for_beside();
+      by_threads<S, true, TERMS, APART>(0, from, to, tile_index * Pass::UNITS);
+    } else {
+      ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
+        Sums<S> y = {};
+        ROLL for (int term = 0; term < TERMS; ++term) accumulate<S>(y, tile, term, from + term * APART);
+        wait_for_beside(tile == warp);
+        hand_on<S, void>(y, tile, to, tile_index * Pass::UNITS, 0);
+      }
+      wait_for_beside(warp >= S::TILES);
+    }
+    end_stage<void>(to);
   }
 
   template <class S, class NEXT> DEVICE void sandwich(int term, u32 slot, i64 tile_index) const {
@@ -663,9 +680,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     using First = typename Pass::FirstStage;
     // With one slot, where the result lies, the next tile comes when that has left, and with two, one tile later.
     constexpr bool kInTurn = Pass::FINAL < 0 && Pass::SLOTS == 1, kBehind = Pass::FINAL < 0 && Pass::SLOTS > 1;
-    // Tiles of layers are dealt to blocks, so that no block has two more than another one.
-    constexpr bool kLayers = !is_void<typename First::End>;
-    const i64 first = kLayers ? i64(group) * gridDim.x + blockIdx.x : i64(blockIdx.x) * Pass::GROUPS + group;
+    // Tiles are dealt to blocks, so that no block has two more than another one.
+    const i64 first = i64(group) * gridDim.x + blockIdx.x;
     begin();
     UNROLL for (int slot = 0; slot < Pass::SLOTS; ++slot) {
       load(first + slot * step(), slot);
