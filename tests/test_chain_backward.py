@@ -257,16 +257,16 @@ def test_few_samples_are_asked_of_by_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_short_lines_that_lie_side_by_side_in_a_row_come_without_padding(dtype: str, emulator: Emulator) -> None:
-    """Chunks of five elements, eleven of which are a row of the first stage back."""
-    spec, gpu = kronecker((4, 16, 5, 17), (7, 11, 5, 11)), dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
+    """Chunks of seven elements, eleven of which are a row of the first stage back."""
+    spec, gpu = kronecker((4, 16, 7, 17), (7, 11, 7, 11)), dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
     found = visits(spec, dtype, 16, gpu, 2)
-    assert any(isinstance(p, ChainBackward) and p.chunk == 5 and len(p.work.steps) == 2 for p in found.passes)
+    assert any(isinstance(p, ChainBackward) and p.chunk == 7 and len(p.work.steps) == 2 for p in found.passes)
     check(spec, found, 3, emulator)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_same_forward(dtype: str, emulator: Emulator) -> None:
-    spec = dataclasses.replace(kronecker((11, 7, 9, 9), (5, 3, 7, 7)), rank=2)
+    spec = dataclasses.replace(kronecker((11, 7, 9, 9), (5, 5, 7, 7)), rank=2)
     gpu = dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
     found = planner.plan(Chain.of(spec, False, "identity"), dtype, 16, gpu)
     assert any(isinstance(p, Resident) and p.chunk == 27 and len(p.work.steps) == 2 for p in found.passes)

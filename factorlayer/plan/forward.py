@@ -11,8 +11,8 @@ from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import whole
 from factorlayer.plan.cuts import cuts
-from factorlayer.plan.plan import BATCHES, PASS_WEIGHT, Plan, PlanError
-from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
+from factorlayer.plan.plan import BATCHES, PASS_US, PASS_WEIGHT, Plan, PlanError
+from factorlayer.plan.products import OF_FEW, class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
 from factorlayer.plan.registry.monarch import OF_MONARCH
@@ -27,8 +27,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     and a stack of one."""
     best: Plan | None = None
     for works in cuts(chain, dtype):
-        least = PASS_WEIGHT ** (len(works) - 1) * least_us(works, batch, gpu)
-        if best is not None and batch > BATCHES[0] and least > _weight(best):
+        least = least_us(works, OF_FEW[0] if batch <= BATCHES[0] else batch, gpu)
+        if best is not None and _with_passes(least, len(works)) > _weight(best):
             continue
         tiled = tile_all(works, batch, gpu)
         if tiled is None:
@@ -71,7 +71,11 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | No
 
 def _weight(plan: Plan) -> float:
     """What plans are compared by."""
-    return PASS_WEIGHT ** (len(plan.passes) - 1) * class_us(plan.passes, plan.batch)
+    return _with_passes(class_us(plan.passes, plan.batch), len(plan.passes))
+
+
+def _with_passes(us: float, passes: int) -> float:
+    return us * PASS_WEIGHT ** (passes - 1) + PASS_US * (passes - 1)
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

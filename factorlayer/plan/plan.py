@@ -19,7 +19,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
 CHUNK = 8  # samples that batches are cut into multiples of
 BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
-PASS_WEIGHT = 1.1  # another kernel, and memory for what lies between, have to be worth it
+PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another kernel's launch, have to be worth it
 
 
 def words(name: str) -> str:

@@ -45,19 +45,18 @@ def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """A pass of one factor whose weight comes from memory again and again, and maybe of one of 8 before it."""
     if any(len(mode.parts) > 1 for _, mode in work.steps) or len(work.steps) != len(work.sizes):
         return None
-    if work.rank > 1 or work.terms > 1 or work.apart:
-        return None
     *before, mode = (mode for _, mode in sorted(work.steps, key=lambda step: step[0]))
     ((weight, q, p),) = mode.parts
-    outer = work.outer * math.prod(each.p for each in before)
+    outer, rank = work.outer * math.prod(each.p for each in before), max(work.rank, work.terms)
     contraction = Contraction(weight, outer, p, q, work.inner, tied=True)
     product = Product(work.dtype, contraction, work.inner, 1, 1, q, inputs=work.inputs)
     product = replace(product, bias=work.bias, activation=work.activation, scalars=work.scalars, slope=work.slope)
+    product = replace(product, terms_in=rank if work.apart else 1, terms_out=work.terms, terms=rank)
     if not before and work.slope:
         return next(iter(fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu)), None)
     if not before:
         return product_pass(product, batch, gpu)
-    if work.inputs or len(before) > 1 or before[0].p != MIXED or before[0].q != MIXED or batch <= BATCHES[0]:
+    if work.inputs or rank > 1 or batch <= BATCHES[0] or [(mode.p, mode.q) for mode in before] != [(MIXED, MIXED)]:
         return None
     product = replace(product, mixed=before[0].parts[0][0])
     return next(iter(fastest(OF_MIXED_PRODUCT, product, batch, gpu)), None)

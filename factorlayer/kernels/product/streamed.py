@@ -57,7 +57,7 @@ TILES = {"float64": TILES_64, "float32": TILES_SPLIT, "tf32": TILES_32, "bfloat1
 class Product:
     """A contraction with the layouts of its states in memory, in elements.
 
-    x: [sample][term][group][p], or as a chain has it where p's are x_step > 1 apart. y: [sample][term][group / fast][a]
+    x: [term][sample][group][p], or as a chain has it where p's are x_step > 1 apart. y: [term][sample][group / fast][a]
     [group % fast][b] with q as `row_steps` has it; groups within `fast` count (inner, next).
     """
 
@@ -125,13 +125,13 @@ class Product:
 
     @property
     def told(self) -> dict[str, int]:
-        """What its kernels are told, whichever family they are of: sizes, groups, and features of a sample, and of a
-        term where each has a state of its own, or 0."""
+        """What its kernels are told, whichever family they are of: sizes, groups, and features of a sample, and the
+        same again where each term has a state of its own, or 0."""
         c = self.contraction
         told = {"WEIGHT": c.weight, "P": c.p, "Q": c.q, "OUTER": self.outer, "GROUPS": self.groups, "BIAS": self.bias}
         told |= {"FAST": self.fast, "NEXT": self.next, "B": self.b, "BIAS_INNER": self.bias_inner}
         told |= dict(zip(("STEP_A", "STEP_B"), self.row_steps, strict=True))
-        steps = {"X_SAMPLE": self.terms_in * self.x_features, "Y_SAMPLE": self.terms_out * self.y_features}
+        steps = {"X_SAMPLE": self.x_features, "Y_SAMPLE": self.y_features}
         steps |= {"X_TERM": self.x_features if self.terms_in > 1 else 0}
         steps |= {"Y_TERM": self.y_features if self.terms_out > 1 else 0}
         return told | {key: Long(step) for key, step in steps.items()}

@@ -47,9 +47,9 @@ class WeightHalves(Preparing):
         for i, p in enumerate(self.of):
             told = {"WEIGHT": p.product.contraction.weight, "P": p.product.contraction.p, "ROWS": p.weight_rows}
             told |= {"TERMS": p.summed, "PART": p.part, "CHUNKS": p.chunks}
-            block = p.product.contraction.p if p.product.groups > 1 else p.x_term
+            block = p.product.contraction.p if p.product.groups > 1 else 0
             told |= {"EVERY": p.every, "Q": p.product.contraction.q}
-            told |= {"X_ROW": p.row % p.piece, "X_TERM": p.x_term % p.piece, "X_BLOCK": block % p.piece}
+            told |= {"X_ROW": p.row % p.piece, "X_BLOCK": block % p.piece}
             told |= {"AT": Long(p.halves_at), "SCALES": Long(p.scales_at)}
             lines += [f"struct W{i} {{ {' '.join(constants(told))} }};"]
         calls = " ".join(_put(p, i) for i, p in enumerate(self.of))

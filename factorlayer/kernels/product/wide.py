@@ -104,12 +104,7 @@ class Wide(Pass):
     def row(self) -> int:
         """Elements from one row of x to the next."""
         p = self.product
-        return p.contraction.p if p.outer > 1 else p.terms_in * p.x_features
-
-    @property
-    def x_term(self) -> int:
-        """And from one term to the next, where each has a state of its own."""
-        return self.product.x_features if self.product.terms_in > 1 else 0
+        return p.contraction.p if p.outer > 1 else p.x_features
 
     @property
     def is_staged(self) -> bool:
@@ -341,7 +336,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
     if not gpu.wgmma or product.dtype not in DTYPES or not product.by_rows:
         return
     c, size = product.contraction, product.size
-    if product.x_step > 1 or (product.outer > 1 and product.terms_in > 1):
+    if product.x_step > 1:
         return
     if product.mixed >= 0 and (size > 2 or c.p % 8 or product.outer % MIXED or product.terms > 1):
         return
@@ -350,7 +345,8 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
         return
     if c.p * size % 4 == 0:
         yield from _tilings(product, batch, gpu, shifted=False)
-    if odd:
+    # Of several states of x, whichever number of samples they have, each has to begin at a whole piece.
+    if odd and (product.terms_in == 1 or product.x_features * size % 16 == 0):
         yield from _tilings(product, batch, gpu, shifted=True)
 
 

@@ -11,7 +11,8 @@
 // What no tile divides is padded with zeros in shared memory. kernels/product/streamed.py writes the constants:
 //
 // Pass:  Math, Element, Activation, BIAS, BY_ROWS, WEIGHT (which), P, Q, OUTER and INNER (of tied weights), X_STEP (between
-//        k's of x), X_SAMPLE and Y_SAMPLE, X_TERM and Y_TERM (strides), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
+//        k's of x), X_SAMPLE and Y_SAMPLE (strides), X_TERM and Y_TERM (a sample's
+//        features where each term has a state of its own, one behind the other, or 0), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
 //        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, SLOTS, SPAN, TJ (columns of a block), TB (b's
 //        that stay together), BIAS_INNER (groups that take turns in the bias, though y has one after the other; else 1),
 //        COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and ROUND_Y (to what
@@ -69,6 +70,9 @@ template <class Pass> struct Streamed {
     if constexpr (Pass::OUTER == 1) return row * sample;
     return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
   }
+  // From one term's state to the next, where each has one of its own
+  DEVICE i64 x_term() const { return Pass::X_TERM > 0 ? params.batch * Pass::X_TERM : 0; }
+  DEVICE i64 y_term() const { return Pass::Y_TERM > 0 ? params.batch * Pass::Y_TERM : 0; }
   static DEVICE i64 place_in_x(i64 row) { return place(row, Pass::X_SAMPLE, i64(P) * (kByRows ? 1 : Pass::INNER)); }
   static DEVICE i64 place_in_y(i64 row) { return place(row, Pass::Y_SAMPLE, i64(Q) * (kByRows ? 1 : Pass::INNER)); }
   // The weight of a group, which counts (outer, inner).
@@ -86,7 +90,7 @@ template <class Pass> struct Streamed {
     return Pass::X_STEP == 1 ? i64(group) * P : i64(group / Pass::X_STEP) * P * Pass::X_STEP + group % Pass::X_STEP;
   }
   DEVICE i64 x_offset(i64 row, int fast, int term) const {
-    return place_in_x(row) + i64(term) * Pass::X_TERM + group_in_x(fast);
+    return place_in_x(row) + term * x_term() + group_in_x(fast);
   }
   // Of several tensors: k of a row and group, by rows, and of a column.
   DEVICE const Element* state_of(i64 row, int fast, int k) const {
@@ -142,7 +146,7 @@ template <class Pass> struct Streamed {
   DEVICE bool has_state(int r) const { return first + r % BM < rows() && has(fast + r / BM); }
   DEVICE i64 state_at(int r, int step) const { return x_offset(first + r % BM, fast + step * WG + r / BM, term); }
   DEVICE i64 column_at(int c) const {
-    return place_in_x(first_row + (inner + c) / Pass::INNER) + (inner + c) % Pass::INNER + i64(term) * Pass::X_TERM;
+    return place_in_x(first_row + (inner + c) / Pass::INNER) + (inner + c) % Pass::INNER + term * x_term();
   }
 
   // What a thread needs for its copies of the tile's first chunk.
@@ -198,7 +202,7 @@ template <class Pass> struct Streamed {
       });
     }
     if constexpr (kByRows) {
-      const i64 behind = at.k + i64(at.term) * Pass::X_TERM + i64(at.step) * WG * P;
+      const i64 behind = at.k + at.term * x_term() + i64(at.step) * WG * P;
       const bool inside = P % BK == 0 || at.k + States::k() < P;
       copy_pieces<Pass::COPY_X, kEightsX, States::kCount>(wanted, P - at.k - States::k(), [&](int i) {
         const int r = States::row(i);
@@ -208,12 +212,12 @@ template <class Pass> struct Streamed {
         if constexpr (kSeveral) {
           if (here && wanted) x = state_of(first + r % BM, fast + at.step * WG + r / BM, at.k + States::k());
         } else if constexpr (!States::kEven)
-          x = from.x + (here && wanted ? state_at(r, at.step) + i64(at.term) * Pass::X_TERM +
+          x = from.x + (here && wanted ? state_at(r, at.step) + at.term * x_term() +
                                              i64(at.k + States::k()) * Pass::X_STEP : 0);
         return Piece{to + piece(r, States::k()), x, here, States::is_whole(i)};
       });
     } else {
-      const Element* x = from.x + i64(at.k) * Pass::INNER + i64(at.term) * Pass::X_TERM;
+      const Element* x = from.x + i64(at.k) * Pass::INNER + at.term * x_term();
       const u32 shared = to + kLeftBytes + thread % kColumnRow * Pass::COPY_X;
       copy_pieces<Pass::COPY_X, false, ceil_div(BK, kColumnTogether)>(wanted, 0, [&](int i) {
         const int l = i * kColumnTogether + thread / kColumnRow;
@@ -360,7 +364,7 @@ template <class Pass> struct Streamed {
     for (int t = term; t < term + Pass::TERMS; ++t) {
       const float* w = weight + weight_offset(from, fast, t);
       const float* v = x + (kByRows ? x_offset(first + r, fast, t)
-                                    : column_at(c) + i64(t - term) * Pass::X_TERM);
+                                    : column_at(c) + (t - term) * x_term());
       ROLL for (int p = 0; p < P; ++p) {
         if constexpr (kSeveral)
           sum += w[p] * *(kByRows ? state_of(first + r, fast, p) : column_of(c, p));
@@ -435,7 +439,7 @@ template <class Pass> struct Streamed {
   // The result to memory: a thread takes some cells of a row, then those below.
   DEVICE void store() const {
     constexpr int kTogether = kThreads > kCells ? kThreads / kCells : 1, kAcross = kThreads > kCells ? kCells : kThreads;
-    Element* y = static_cast<Element*>(params.y) + i64(term) * Pass::Y_TERM;
+    Element* y = static_cast<Element*>(params.y) + term * y_term();
     if (thread >= kTogether * kAcross) return;
     ROLL for (int j = thread % kAcross; j < kCells; j += kAcross) {
       const int e = j * kCell, r0 = thread / kAcross;

@@ -61,7 +61,7 @@ template <class Pass> struct WeightHalves {
     const Element* weight = static_cast<const Element*>(params.weights[W::WEIGHT]);
     ROLL for (i64 i = blockIdx.y * Pass::THREADS + threadIdx.x; i < W::EVERY * kRows * kPieces; i += gridDim.y * Pass::THREADS) {
       const int row = int(i / kPieces % kRows), of_x = int(i / kPieces / kRows), block = row % W::ROWS / W::Q;
-      const int shift = (of_x * W::X_ROW + row / W::ROWS * W::X_TERM + block * W::X_BLOCK) % kPiece;
+      const int shift = (of_x * W::X_ROW + block * W::X_BLOCK) % kPiece;
       const int k = int(i % kPieces) * kPiece - shift;
       u32 words[4] = {};
       UNROLL for (int e = 0; e < kPiece; ++e)

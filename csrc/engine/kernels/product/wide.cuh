@@ -102,6 +102,9 @@ template <class Pass> struct Wide {
   }
 
   DEVICE i64 rows() const { return params.batch * Pass::OUTER; }
+  // From one term's state to the next, where each has one of its own
+  DEVICE i64 x_term() const { return Pass::X_TERM > 0 ? params.batch * Pass::X_TERM : 0; }
+  DEVICE i64 y_term() const { return Pass::Y_TERM > 0 ? params.batch * Pass::Y_TERM : 0; }
   static DEVICE i64 place(i64 row, i64 sample, i64 each) {
     if constexpr (Pass::OUTER == 1) return row * sample;
     return sample == Pass::OUTER * each ? row * each : row / Pass::OUTER * sample + row % Pass::OUTER * each;
@@ -121,8 +124,8 @@ template <class Pass> struct Wide {
   // The tile's i-th row
   static DEVICE i64 row_at(const Tile& tile, int i) { return tile.first + i * EVERY; }
   // Elements in front of a row in the piece of 16 bytes that it begins in, the same for all of a tile
-  static DEVICE int shift_of(const Tile& tile, int group, int term) {
-    return (u32(tile.first) * u32(kXRow) + u32(group) * P + u32(tile.term + term) * u32(Pass::X_TERM)) % kPiece;
+  static DEVICE int shift_of(const Tile& tile, int group) {
+    return (u32(tile.first) * u32(kXRow) + u32(group) * P) % kPiece;
   }
   // The weight of a group, which counts (outer, inner).
   static DEVICE int weight_of(const Tile& tile, int fast) {
@@ -161,7 +164,7 @@ template <class Pass> struct Wide {
     at.tile = tile_of(at.n), at.group = at.term = at.k = 0;
     const int piece = thread % kLanesWeight * (kCopyWeight / kSize), j = at.tile.q + column_of(thread / kLanesWeight);
     const int row = thread / kLanes;
-    at.x = static_cast<const Element*>(params.x) + row_at(at.tile, row) * kXRow + i64(at.tile.term) * Pass::X_TERM;
+    at.x = static_cast<const Element*>(params.x) + row_at(at.tile, row) * kXRow + at.tile.term * x_term();
     at.x += thread % kLanes * kCopied;
     at.left_x = int(min((rows() - at.tile.first + EVERY - 1) / EVERY, i64(kRows))) - row;
     at.weight = static_cast<const Element*>(kPrepared ? params.sums : params.weights[Pass::WEIGHT]) + Pass::HALVES + piece;
@@ -199,11 +202,11 @@ template <class Pass> struct Wide {
     constexpr int kTogether = kCopy == 16 ? 64 : 8;  // or the places of many small copies are spilled
     const int fast = at.tile.fast + at.group;
     const i64 group = Pass::GROUPS > 1 ? weight_of(at.tile, fast) : 0;
-    const Element* x = at.x + (group * P + i64(at.term) * Pass::X_TERM + at.k);
+    const Element* x = at.x + (group * P + at.term * x_term() + at.k);
     const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
                                          (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
     const bool has_group = FAST % HELD == 0 || fast < FAST;
-    const int shift = kShifted ? shift_of(at.tile, int(group), at.term) : 0;
+    const int shift = kShifted ? shift_of(at.tile, int(group)) : 0;
     UNROLL for (int part = 0; part < kParts; ++part) {
       const int k = part * kPart;
       const auto has = [&](int piece) {
@@ -536,7 +539,7 @@ template <class Pass> struct Wide {
     }
   }
   DEVICE void store(const Held& held, const Tile& tile) const {
-    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+    Element* y = static_cast<Element*>(params.y) + tile.term * y_term();
     UNROLL for (int m = 0; m < kRuns; ++m) {
       UNROLL for (int half = 0; half < 2; ++half) {
         const i64 r = row_of(tile, m, half);
@@ -557,7 +560,7 @@ template <class Pass> struct Wide {
   DEVICE u32 results() const { return memory + kResults + threadIdx.x / 32 * 8 * kResultRow; }
   // Where a row's columns begin in memory
   DEVICE i64 begin_of(const Tile& tile, i64 row) const {
-    return place(row, Pass::Y_SAMPLE, Q) + i64(tile.term) * Pass::Y_TERM + feature(tile, tile.q, tile.fast);
+    return place(row, Pass::Y_SAMPLE, Q) + tile.term * y_term() + feature(tile, tile.q, tile.fast);
   }
   // move(where two columns of a thread lie, their place among its words) of all
   template <class Move> DEVICE void move_pairs(const Tile& tile, int half, const Move& move) const {
@@ -644,7 +647,7 @@ template <class Pass> struct Wide {
     wait_for_cluster(got, phase);
     Tile both = tile;
     both.fast -= rank * HELD;
-    Element* y = static_cast<Element*>(params.y) + i64(tile.term) * Pass::Y_TERM;
+    Element* y = static_cast<Element*>(params.y) + tile.term * y_term();
     UNROLL for (int m = 0; m < kRuns; ++m) {
       const i64 r = row_of(tile, m, rank);
       Element* to = y + place(r, Pass::Y_SAMPLE, Q);
@@ -741,14 +744,14 @@ template <class Pass> struct Wide {
       }
       add = true;
     };
-    const auto take_row = [&](int term, u32 (&a)[4]) {
-      const int shift = shift_of(tile, group, term);
+    const auto take_row = [&](u32 (&a)[4]) {
+      const int shift = shift_of(tile, group);
       take([&](u32 slab) { multiply_part<kFirst, true>(sum, a, slab, add, shift); });
       ROLL for (int i = 2; i < kChunks; ++i) take([&](u32 slab) { multiply_part<4, false>(sum, a, slab, add, shift); });
       if constexpr (kChunks > 1) take([&](u32 slab) { multiply_part<kLast, false>(sum, a, slab, add, shift); });
     };
-    ROLL for (int term = 0; term < Pass::TERMS / 2 * 2; term += 2) take_row(term, a[0]), take_row(term + 1, a[1]);
-    if constexpr (Pass::TERMS % 2) take_row(Pass::TERMS - 1, a[0]);
+    ROLL for (int term = 0; term < Pass::TERMS / 2 * 2; term += 2) take_row(a[0]), take_row(a[1]);
+    if constexpr (Pass::TERMS % 2) take_row(a[0]);
     wait_for_products<0>();
     touch(sum);
     release(at.last);
@@ -842,7 +845,7 @@ template <class Pass> struct Wide {
     const int group = Pass::GROUPS > 1 ? weight_of(tile, fast) : 0;
     float sum = 0;
     for (int term = 0; term < Pass::TERMS; ++term) {
-      const float* x = static_cast<const float*>(params.x) + row * kXRow + i64(tile.term + term) * Pass::X_TERM;
+      const float* x = static_cast<const float*>(params.x) + row * kXRow + (tile.term + term) * x_term();
       const float* weight = static_cast<const float*>(params.weights[Pass::WEIGHT]);
       weight += (i64(Pass::GROUPS > 1 ? group : tile.term + term) * Q + weight_row(j)) * P;
       ROLL for (int p = 0; p < P; ++p) sum += weight[p] * x[i64(group) * P + p];
