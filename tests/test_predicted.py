@@ -280,7 +280,7 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
 
 def test_kernels_times_are_predicted() -> None:
     """Of drawn layers, forward, on an H100, which ran these plans."""
-    seed, found = 730915, []
+    seed, found = 112701, []
     rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         if isinstance(workload, Block) or workload.name not in rows:

@@ -152,7 +152,7 @@ def test_they_compile_and_spill_nothing(factors: Factors, rank: int, dtype: str,
 @pytest.mark.parametrize(
     ("sizes_in", "sizes_out", "rank", "dtype"),
     [
-        ((10, 24), (10, 24), 3, "float16"),  # 74 us on an H100 with 93364 samples, 51 so; trained 235, 173
+        ((10, 25), (10, 25), 3, "float16"),
         ((209, 4), (209, 4), 2, "tf32"),  # 91 us with 3029 samples, 38; trained 295, 135
         ((30, 2), (30, 2), 1, "float64"),
     ],
