@@ -1219,6 +1219,7 @@ MULTIPLIED_OUT = [
     ((30, 2), (3, 31), 1, "float64", 150, 80),
     ((5, 9), (9, 60), 5, "float16", 150, 90),
     ((20, 8), (8, 20), 7, "float16", 70, 90),
+    ((24, 2), (2, 51), 2, "float16", 70, 90),  # what is held of the second weight is 6 rounds of 256 threads
 ]
 
 

@@ -196,7 +196,8 @@ def sizes_of(found: Plan) -> list[tuple[int, int]]:
             elements = (p.matrices * p.rows * p.columns,) * 2
         else:
             around = p.work.outer * p.work.inner
-            elements = around * math.prod(p.work.states[0]), around * math.prod(p.work.states[-1])
+            read = max(p.work.rank, p.work.terms) if p.work.apart else 1  # states: one for each term, or one
+            elements = around * math.prod(p.work.states[0]) * read, around * math.prod(p.work.states[-1]) * p.work.terms
         sizes.append((elements[0] * ELEMENT_BYTES[found.dtype], elements[1] * ELEMENT_BYTES[found.dtype]))
     return sizes
 

@@ -211,7 +211,7 @@ template <class Pass> struct MonarchGradients : OfBoth<Pass> {
           return here ? Base::second(l, q + row, k + of_k)[j] : Element{};
         },
         [&](int i, Element x) {
-          if (kAll % kThreads == 0 || i < kAll) store_shared(memory + i * kSize, widen(x));
+          if (i < kAll) store_shared(memory + i * kSize, widen(x));
         });
   }
   DEVICE void of_first(int l, int r, int column) const {
