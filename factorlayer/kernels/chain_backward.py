@@ -34,7 +34,7 @@ from factorlayer.kernels.tiling import (
     OF_PADDED_ROW,
     PART_US,
     chunks_of,
-    counts_of,
+    most_of,
     odd_us,
     of_pieces,
     parts_of_sectors,
@@ -538,7 +538,7 @@ def _grouped(
         groups = min((gpu.shared - fixed) // group, fit // warps, MOST_GROUPS)
         if groups < 1:
             continue
-        groups = max(1, min(groups, math.ceil(counts_of(batch)[-1] * total / batch / units * blocks / gpu.sms)))
+        groups = max(1, min(groups, math.ceil(most_of(batch) * total / batch / units * blocks / gpu.sms)))
         if fixed + groups * max(group, one.fold_bytes) > gpu.shared:
             continue
         waits = waits_of(groups * warps)

@@ -146,7 +146,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
     room = gpu.shared - terms * size * weights
     beside = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
     per_sample = work.outer * -(-work.inner // chunk)
-    total, most_units = batch * per_sample, math.ceil(counts_of(batch)[-1] * per_sample)
+    total, most_units = batch * per_sample, math.ceil(most_of(batch) * per_sample)
     run = chunk * size if chunk < work.inner else 128
     same = 1 if work.apart else work.terms // made  # blocks that read one x, which L2 has for all but one
     of_x = unit_in * shared_us(same, gpu)
@@ -208,7 +208,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
                     us += begin
                     of = TileUs(*of_tile, begin), units, groups, blocks
-                    weight = us if batch > FEW else us_of_few(*of, batch * per_sample, gpu)
+                    weight = us if batch > FEW else us_of_few(*of, total, gpu)
                     yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
 
 
@@ -217,9 +217,9 @@ def shared_us(blocks: int, gpu: Gpu) -> float:
     return (1 / gpu.memory_bytes + (blocks - 1) / gpu.l2_bytes) / blocks
 
 
-def counts_of(batch: int) -> tuple[float, ...]:
-    """Numbers of samples that tilings for so many are compared by."""
-    return tuple(each * batch for each in OF_FEW) if batch <= FEW else (batch,)
+def most_of(batch: int) -> float:
+    """The most samples that tilings for so many are compared by."""
+    return OF_FEW[-1] * batch if batch <= FEW else batch
 
 
 def us_of_few(made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:

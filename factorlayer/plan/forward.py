@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
@@ -25,17 +26,17 @@ from factorlayer.plan.works import least_us, tile_all
 def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, all as a dense layer,
     and a stack of one."""
-    best: Plan | None = None
+    best, weight = None, math.inf
     for works in cuts(chain, dtype):
         least = least_us(works, OF_FEW[0] if batch <= BATCHES[0] else batch, gpu)
-        if best is not None and _with_passes(least, len(works)) > _weight(best):
+        if _with_passes(least, len(works)) > weight:
             continue
         tiled = tile_all(works, batch, gpu)
         if tiled is None:
             continue
         found = Plan(chain, dtype, batch, gpu, tiled)
-        if best is None or _weight(found) < _weight(best):
-            best = found
+        if _weight(found) < weight:
+            best, weight = found, _weight(found)
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         best = _one_by_one(chain, dtype, batch, gpu, best)
     if chain.inputs or chain.slope:
@@ -75,6 +76,7 @@ def _weight(plan: Plan) -> float:
 
 
 def _with_passes(us: float, passes: int) -> float:
+    """With what another kernel, and memory for what lies between, have to be worth."""
     return us * PASS_WEIGHT ** (passes - 1) + PASS_US * (passes - 1)
 
 
