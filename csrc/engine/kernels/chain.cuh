@@ -677,7 +677,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
 
   DEVICE void run() const {
-    using First = typename Pass::FirstStage;
     // With one slot, where the result lies, the next tile comes when that has left, and with two, one tile later.
     constexpr bool kInTurn = Pass::FINAL < 0 && Pass::SLOTS == 1, kBehind = Pass::FINAL < 0 && Pass::SLOTS > 1;
     // Tiles are dealt to blocks, so that no block has two more than another one.

@@ -11,8 +11,8 @@
 // What no tile divides is padded with zeros in shared memory. kernels/product/streamed.py writes the constants:
 //
 // Pass:  Math, Element, Activation, BIAS, BY_ROWS, WEIGHT (which), P, Q, OUTER and INNER (of tied weights), X_STEP (between
-//        k's of x), X_SAMPLE and Y_SAMPLE (strides), X_TERM and Y_TERM (a sample's
-//        features where each term has a state of its own, one behind the other, or 0), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
+//        k's of x), X_SAMPLE and Y_SAMPLE (strides), X_TERM and Y_TERM (a sample's features where each term has a state of its
+//        own, one behind the other for all samples, or 0), TERMS (summed), TERM_BLOCKS (of the grid), GROUPS,
 //        FAST, NEXT, B, STEP_A, STEP_B, WM, WN, WG, STEPS, MT, NT, BK, SLOTS, SPAN, TJ (columns of a block), TB (b's
 //        that stay together), BIAS_INNER (groups that take turns in the bias, though y has one after the other; else 1),
 //        COPY_X, COPY_W, STORE (bytes of one access), RESULT (where it lies in shared memory), ROUND_X and ROUND_Y (to what
