@@ -18,6 +18,7 @@ from factorlayer.device.code import Long, Told, ask_for, constants, function, ki
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.passes import FEW as FEW_SAMPLES
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.resident import (
     copied_at_once,
@@ -28,7 +29,6 @@ from factorlayer.kernels.resident import (
     stage_type,
 )
 from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
-from factorlayer.kernels.tiling import FEW as FEW_SAMPLES
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,

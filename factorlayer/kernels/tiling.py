@@ -14,6 +14,7 @@ from typing import Any
 
 from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.passes import FEW, OF_FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
@@ -49,8 +50,6 @@ LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent ins
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
-FEW = 16  # samples that plans of up to 64 are made for:
-OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
 HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
 
 
