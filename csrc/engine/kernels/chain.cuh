@@ -136,8 +136,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     return {row, n / S::ACROSS * S::DOWN, n % S::ACROSS * S::WIDE};
   }
 
-  // Adds one warp tile's products to y.
-  template <class S> DEVICE void multiply(Sums<S>& y, int tile, u32 state, u32 weight) const {
+  // Adds one warp tile's products to y, which has none yet if it is NEW.
+  template <class S, bool NEW = false> DEVICE void multiply(Sums<S>& y, int tile, u32 state, u32 weight) const {
     const auto [row, o, i] = corner<S>(tile);
     u32 a, b[S::NT];
     constexpr int kStepA = S::BY_ROWS ? S::In::ROW : S::W_STRIDE;  // between rows of A
@@ -150,17 +150,21 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       UNROLL for (int n = 0; n < S::NT; ++n)
         b[n] = from + (S::DOWN > 1 ? n * 8 / S::IP * S::In::ROW + n * 8 % S::IP : n * 8) * kSize;
     }
-    all_steps<S, kStepA>(y, a, b);
+    all_steps<S, kStepA, NEW>(y, a, b);
   }
 
-  template <class S, int STEP_A> DEVICE void all_steps(Sums<S>& y, u32 a, const u32 (&b)[S::NT]) const {
+  template <class S, int STEP_A, bool NEW = false> DEVICE void all_steps(Sums<S>& y, u32 a, const u32 (&b)[S::NT]) const {
     constexpr int kSteps = ceil_div(S::PP, Math::kStep);
     constexpr int kWhole = S::PP / Math::kStep;
     if constexpr (Math::kFlush > 0) {
-      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
-        Sums<S> part = {};
+      const auto some = [&](Sums<S>& part, int k) {
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
           if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<S, Math::kStep, STEP_A>(part, a, b, (k + j) * Math::kStep);
+      };
+      if constexpr (NEW && kSteps <= Math::kFlush) return some(y, 0);
+      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
+        Sums<S> part = {};
+        some(part, k);
         add_sums(y, part);
       }
     } else {
@@ -192,16 +196,18 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       UNROLL for (int n = 0; n < S::NT; ++n) Math::template multiply<K>(y[m][n], a[m], b[n]);
   }
 
-  template <class S> DEVICE void repair(Sums<S>& y, int tile, u32 state, u32 weight) const {
-    repair_sums<S::P>(y, [&](int m, int n, int i) {
+  // Of TERMS that are summed, whose states are APART bytes from each other
+  template <class S, int TERMS = 1, int APART = 0> DEVICE void repair(Sums<S>& y, int tile, u32 state, u32 weight) const {
+    repair_sums<TERMS * S::P>(y, [&](int m, int n, int i) {
       const Corner first = corner<S>(tile);
       const int r = first.row + m * 16 + i / 2 * 8 + lane.g, c = first.i + n * 8 + lane.t * 2 + i % 2, o = first.o;
       const int q = S::BY_ROWS ? c : r;
       const int x = S::BY_ROWS ? r * S::In::ROW : S::DOWN > 1 ? (o + c / S::IP) * S::In::ROW + c % S::IP : o * S::In::ROW + c;
       const int group = S::BY_ROWS ? S::group(r, 0) : S::DOWN > 1 ? S::group(o + c / S::IP, c % S::IP) : S::group(o, c);
-      return [=](int p) {
-        return __uint_as_float(load_u32(state + (x + p * S::In::STEP) * kSize)) *
-               __uint_as_float(load_u32(weight + ((group * S::Q + q) * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
+      return [=](int k) {
+        const int term = TERMS > 1 ? k / S::P : 0, p = k - term * S::P, row = term * S::W_ROWS + group * S::Q + q;
+        return __uint_as_float(load_u32(state + term * APART + (x + p * S::In::STEP) * kSize)) *
+               __uint_as_float(load_u32(weight + (row * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize));
       };
     });
   }
@@ -499,19 +505,27 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       write<S, is_void<NEXT>>(y, tile, to, unit, term);
   }
 
-  // Adds one term's products. What has to be repaired, or scaled back, is a term by itself.
-  template <class S> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 state) const {
-    const u32 weight = Base::template weight_address<S>(term);
-    if constexpr (Pass::RANK > 1 && (Math::kRepairs || S::SCALE >= 0)) {
-      Sums<S> part = {};
-      multiply<S>(part, tile, state, weight);
-      if constexpr (Math::kRepairs) repair<S>(part, tile, state, weight);
-      if constexpr (S::SCALE >= 0) scale_back<S>(part, term);
-      add_sums(y, part);
+  // A warp tile's products of a term, or of TERMS from that on, whose states are APART bytes from each other, summed. What has to be
+  // scaled back is a term by itself.
+  template <class S, int TERMS = 1, int APART = 0> DEVICE void accumulate(Sums<S>& y, int tile, int term, u32 state) const {
+    constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK > 1;
+    if constexpr (TERMS == 1) {
+      multiply<S, true>(y, tile, state, Base::template weight_address<S>(term));
+      if constexpr (kScaled) scale_back<S>(y, term);
     } else {
-      multiply<S>(y, tile, state, weight);
-      if constexpr (Math::kRepairs) repair<S>(y, tile, state, weight);
+      ROLL for (int t = 0; t < TERMS; ++t) {
+        const u32 from = state + t * APART, weight = Base::template weight_address<S>(term + t);
+        if constexpr (kScaled) {
+          Sums<S> part = {};
+          multiply<S, true>(part, tile, from, weight);
+          scale_back<S>(part, term + t);
+          add_sums(y, part);
+        } else {
+          multiply<S>(y, tile, from, weight);
+        }
+      }
     }
+    if constexpr (Math::kRepairs) repair<S, TERMS, APART>(y, tile, state, Base::template weight_address<S>(term));
   }
 
   // A layer's bias and activation. Of what its stage pads q with, an activation of 0, or a NaN, is not handed on, unless ALL q's
@@ -588,7 +602,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         Sums<S> y = {};
-        ROLL for (int term = 0; term < TERMS; ++term) accumulate<S>(y, tile, term, from + term * APART);
+        accumulate<S, TERMS, APART>(y, tile, 0, from);
         wait_for_beside(tile == warp);
         hand_on<S, void>(y, tile, to, tile_index * Pass::UNITS, 0);
       }

@@ -81,7 +81,7 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         typename Base::template Sums<S> y = {};
-        ROLL for (int t = 0; t < SUMMED; ++t) Base::template accumulate<S>(y, tile, term + t, from + t * APART);
+        Base::template accumulate<S, SUMMED, APART>(y, tile, term, from);
         Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
       }
     }
@@ -107,18 +107,20 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     }
   }
 
-  // Steps that a warp's fold has of all, some at once.
+  // Steps that a warp's fold has of all, some at once. What the matrix unit truncates of low products is nothing beside high ones.
   template <class D> static constexpr int kFolds = Pass::WARPS / D::SHARE;
   template <class D, class Step> static DEVICE void over_steps(Tile<D>& y, int steps, int fold, Step step) {
     if constexpr (kSplit) {
+      Tile<D> low = {};
       ROLL for (int at = fold * kFlush; at < steps; at += kFolds<D> * kFlush) {
-        Tile<D> high = {}, low = {};
+        Tile<D> high = {};
         UNROLL for (int j = 0; j < kFlush; ++j)
           if (at + j < steps) step(at + j, high, low);
-        UNROLL for (int m = 0; m < D::MT; ++m)
-          UNROLL for (int n = 0; n < D::NT; ++n)
-            UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
+        add_sums(y, high);
       }
+      UNROLL for (int m = 0; m < D::MT; ++m)
+        UNROLL for (int n = 0; n < D::NT; ++n)
+          UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += or_zero(low[m][n][i]);
     } else {
       UNROLL_BY(2) for (int at = fold; at < steps; at += kFolds<D>) step(at, y, y);
     }

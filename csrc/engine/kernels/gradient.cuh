@@ -103,7 +103,7 @@ template <class Pass> struct Gradient {
     constexpr int kFlush = kSplit ? Math::kFlush * Math::kStep : BK, kStrideA = stride(BM), kStrideB = stride(BN);
     const u32 from_a = slot + (part * BK * kStrideA + row) * kSize + Math::template lane_a_by_m<kStrideA>(lane);
     const u32 from_b = slot + kLeft + (part * BK * kStrideB + column) * kSize + Math::template lane_b_by_n<kStrideB>(lane);
-    Sums high, low;
+    Sums high, low = {};
     UNROLL for (int k = 0; k < BK; k += Math::kStep) {
       typename Math::A a[MT];
       typename Math::B b[NT];
@@ -116,10 +116,11 @@ template <class Pass> struct Gradient {
         UNROLL for (int n = 0; n < NT; ++n) {
           if constexpr (kSplit) {
             if (k % kFlush == 0)
-              UNROLL for (int i = 0; i < 4; ++i) high[m][n][i] = low[m][n][i] = 0;
+              UNROLL for (float& sum : high[m][n]) sum = 0;
             Math::multiply_apart(high[m][n], low[m][n], a[m], b[n]);
-            if ((k + Math::kStep) % kFlush == 0)
-              UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += high[m][n][i] + or_zero(low[m][n][i]);
+            if ((k + Math::kStep) % kFlush == 0) add_sums(y[m][n], high[m][n]);
+            if (k + Math::kStep == BK)
+              UNROLL for (int i = 0; i < 4; ++i) y[m][n][i] += or_zero(low[m][n][i]);
           } else {
             Math::template multiply<Math::kStep>(y[m][n], a[m], b[n]);
           }

@@ -157,7 +157,7 @@ template <class Pass> struct RecurrentSteps : UntiedProducts<RecurrentWalk<Pass>
   template <class S> DEVICE void add_product(Sums<S>& y, int tile, int part, int gate, u32 state) const {
     const u32 weight = Base::template weight_address<S>(gate);
     if constexpr (S::TIED)
-      Base::template multiply<S>(y, tile, state, weight);
+      Base::template multiply<S, true>(y, tile, state, weight);
     else
       Base::template multiply_untied<S>(y, tile, part, state, weight);
     if constexpr (Math::kRepairs) Base::template repair<S>(y, tile, state, weight);
