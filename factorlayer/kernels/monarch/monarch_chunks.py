@@ -21,6 +21,7 @@ from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
+from factorlayer.kernels.tiling import waits_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -255,6 +256,7 @@ class MonarchChunks(OfMonarch):
         issue += stored * OF_SUM + sum(self.weight_bytes) / 512 * OF_WEIGHT
         fetched, turns = fetching(self.samples * self.k, p, self.steps["X_STEP"], size)
         issue += fetched
+        issue *= waits_of(WARPS * self.blocks)
         chunk = together(multiply, move, issue / gpu.instructions, self.slot_bytes / gpu.l2_bytes)
         waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
         # Results

@@ -35,6 +35,7 @@ from factorlayer.kernels.monarch.monarch_chunks import (
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import LOADED_INSTRUCTIONS
 from factorlayer.kernels.stages import INSTRUCTIONS, together
+from factorlayer.kernels.tiling import waits_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -216,6 +217,7 @@ class MonarchPairs(OfMonarch, BlockSums):
             issue += fetched
             weights += side.some * side.columns * side.numbers
         loaded = sum(side.row_bytes for side in self.sides)
+        issue *= waits_of(WARPS * self.blocks)
         units = multiply / gpu.flops[dtype], move / gpu.shared_bytes, issue / gpu.instructions, loaded / gpu.l2_bytes
         chunk = together(*units)
         waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
