@@ -24,7 +24,9 @@ PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
 MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
-COPY_CYCLES, TAKE_CYCLES = 30, 45  # of a producer: for a piece, and for 16 bytes that it takes out of them
+# Of a producer: for a piece, and for 16 bytes that it takes out of them, or splits as well; and until pieces that are asked for
+# are there, fitted to 15 gradients on one H100
+COPY_CYCLES, TAKE_CYCLES, SPLIT_CYCLES, PIECES_US = 30, 45, 180, 2.0
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
 # get; at most for sums. Producers that take rows apart need as many as all get.
 REGISTERS = {
@@ -266,8 +268,9 @@ def _time(plan: WideGradient) -> float:
     read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.taken:
         slabs = sum(slabs for _, slabs in plan.taken)
-        taken = (COPY_CYCLES * plan.piece_bytes / 16 + TAKE_CYCLES * 512 * slabs) / PRODUCERS
-        load = max(load, 0.25 + taken / gpu.rates.cycles)
+        copied = COPY_CYCLES * plan.piece_bytes / 16 / PRODUCERS / gpu.rates.cycles
+        taken = (SPLIT_CYCLES if plan.is_split else TAKE_CYCLES) * 512 * slabs / PRODUCERS / gpu.rates.cycles
+        load = max(load, 0.25 + copied + max(taken, PIECES_US / plan.ahead))
         read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
     elif plan.loads_left:
         right = -(-plan.bn // 64)
