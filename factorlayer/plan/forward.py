@@ -41,11 +41,12 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         best = _one_by_one(chain, dtype, batch, gpu, best)
     if chain.inputs or chain.slope:
         return best.passes
+    of_class = functools.partial(class_us, batch=batch, untied=chain.is_monarch)
     at_once = [
-        (offer.us / sum_us(offer.passes) * class_us(offer.passes, batch), offer.passes)
+        (offer.us / sum_us(offer.passes) * of_class(offer.passes), offer.passes)
         for offer in _at_once(chain, dtype, batch, gpu, best)
     ]
-    apart = min([(class_us(best.passes, batch), best.passes), *at_once], key=lambda way: way[0])[1]
+    apart = min([(of_class(best.passes), best.passes), *at_once], key=lambda way: way[0])[1]
     if batch <= BATCHES[0] or not whole.takes(chain, dtype):
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
@@ -53,9 +54,9 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     if not together:
         return apart
     margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
-    us = class_us if chain.is_monarch else evenly_us
+    us = of_class if chain.is_monarch else functools.partial(evenly_us, batch=batch)
     of_whole = whole.family(chain).margin.of(chain, dtype, batch, gpu)
-    return together if of_whole * us(together, batch) < margin * us(apart, batch) else apart
+    return together if of_whole * us(together) < margin * us(apart) else apart
 
 
 def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | None) -> Plan:

@@ -207,7 +207,7 @@ def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple
     """Ways of all gradients of a Monarch layer of any sizes, each behind what it is predicted to take."""
     ways = (WHOLE_MONARCH, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
     found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
-    return [(family.margin.times * class_us(passes, batch), passes) for family, passes in found if passes]
+    return [(family.margin.times * class_us(passes, batch, untied=True), passes) for family, passes in found if passes]
 
 
 @functools.lru_cache(256)

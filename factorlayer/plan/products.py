@@ -13,7 +13,7 @@ from dataclasses import replace
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import OF_FEW as SHARES
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
+from factorlayer.kernels.product.streamed import LEAST_OF_SOME, Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.registry import family_of
@@ -33,12 +33,14 @@ def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
     return sum(p.us_of(batch) if batch else p.us for p in passes)
 
 
-def class_us(passes: Sequence[Pass], batch: int) -> float:
+def class_us(passes: Sequence[Pass], batch: int, untied: bool = False) -> float:
     """What passes are predicted to take for the class of batches that a number of samples stands for: the smallest
-    counts for some numbers that it has, the last one, which has no end, for that and for MANY_MORE times as many."""
+    counts for some numbers that it has, the middle one of untied contractions for its fewest samples as well, the last
+    one, which has no end, for MANY_MORE times as many."""
     if BATCHES[0] < batch < BATCHES[-1]:
-        return sum_us(passes)
-    samples = OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
+        samples: tuple[int, ...] = (LEAST_OF_SOME, batch) if untied else (batch,)
+    else:
+        samples = OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
