@@ -580,7 +580,7 @@ def test_gradients_of_warpgroups_take_rows_apart_that_are_no_whole_pieces() -> N
 
 @pytest.mark.parametrize(
     ("p", "q", "batch", "most_us"),
-    [(63, 256, 196608, 45), (13, 512, 32768, 20), (196, 384, 49152, 35), (384, 196, 49152, 35), (256, 4, 196608, 40)],
+    [(63, 256, 196608, 45), (13, 512, 32768, 20), (196, 384, 49152, 46), (384, 196, 49152, 46), (256, 4, 196608, 40)],
 )
 def test_gradients_of_odd_widths_are_bound_by_memory(p: int, q: int, batch: int, most_us: float) -> None:
     for dtype in ("bfloat16", "float16"):

@@ -16,6 +16,7 @@ from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.runs import Runs, runs_of
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
@@ -64,6 +65,7 @@ class Wide(Pass):
     scales_at: int = 0  # and before its rows' scales
     scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
     shifted: bool = False  # x comes by pieces of 16 bytes, wherever its rows begin in them
+    runs: Runs | None = None  # how results go through shared memory of groups that take turns, if they do
 
     def from_the_end(self) -> Wide:
         """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
@@ -111,7 +113,7 @@ class Wide(Pass):
         """Whether results go through shared memory, since threads would store small pieces of their rows."""
         p = self.product
         apart = p.fast == 1 or p.b == p.contraction.q
-        return p.size == 2 and p.contraction.q % self.piece > 0 and apart and self.held == 1
+        return self.runs is not None or (p.size == 2 and p.contraction.q % self.piece > 0 and apart and self.held == 1)
 
     @property
     def parts(self) -> int:
@@ -170,8 +172,16 @@ class Wide(Pass):
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of results on their way, half of a tile's rows of an odd number of pieces of 16."""
+        """Bytes of results on their way, half of a tile's rows of an odd number of pieces of 16, or all of them where
+        groups take turns."""
+        if self.runs:
+            return self.rows * self.runs.row_bytes
         return self.rows // 2 * (self.n * self.product.size // 16 + 1 | 1) * 16 if self.is_staged else 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of a tile."""
+        return self.runs.groups if self.runs else self.held
 
     @kept
     def slots(self) -> int:
@@ -197,8 +207,9 @@ class Wide(Pass):
     def tiles(self) -> int:
         """Tiles for each tile of rows, or for EVERY of them together."""
         p = self.product
-        groups = -(-p.fast // (self.held * self.cluster)) * (p.groups // p.fast)
-        return -(-p.contraction.q // self.columns) * groups * p.terms_out * self.every
+        groups = -(-p.fast // (self.groups * self.cluster)) * (p.groups // p.fast)
+        columns = self.runs.columns if self.runs else self.columns
+        return -(-p.contraction.q // columns) * groups * p.terms_out * self.every
 
     @property
     def threads(self) -> int:
@@ -223,7 +234,7 @@ class Wide(Pass):
     def store(self) -> int:
         """Bytes of one access to y, of a thread, or at the ends of rows that go through shared memory."""
         if self.is_staged:
-            return math.gcd(16, self.product.contraction.q * self.product.size)
+            return math.gcd(16, (self.product.b if self.runs else self.product.contraction.q) * self.product.size)
         return math.gcd(16, self.together * self.product.size)
 
     @property
@@ -281,7 +292,8 @@ class Wide(Pass):
         p, c = self.product, self.product.contraction
         done = "grad_y back through its activation, " if p.slope else "8→8 before, " if p.mixed >= 0 else ""
         done = "and back through the activation before, " if p.through else done
-        groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
+        of = f"{self.groups}, {self.held} at once," if self.groups > self.held else self.held
+        groups = f" for {of} of {p.groups} groups" if p.groups > 1 else ""
         tiles = f"tiles of {self.rows}×{self.columns} sums{groups}"
         return f"{c.p}→{c.q} by rows, {done}{tiles}, {self.slots} slots of {self.slab}"
 
@@ -310,6 +322,7 @@ class Wide(Pass):
         told |= {"TERMS": self.summed, "TERM_BLOCKS": p.terms_out, "MIXED": p.mixed, "MORE": more, "FEWER": fewer}
         told |= {"SPAN": self.span, "CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "RUN": self.run}
         told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": max(4, self.store)}
+        told |= {"TURNS": self.runs.turns if self.runs else 0, "SWEPT": self.groups}
         told |= {"STAGED": self.is_staged, "EDGE": self.store, "EVERY": self.every, "SHIFT": self.shift}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
         told |= {"AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
@@ -365,6 +378,10 @@ def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, shifted=shifted)
             if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
+    for consumers, runs in itertools.product((1, 2), runs_of(product)):
+        plan = Wide(product, consumers, runs.n, runs.held, 2, batch, gpu, shifted=shifted, runs=runs)
+        if plan.slots >= 3:
+            yield plan
 
 
 def _widths(product: Product, run: int) -> list[int]:
@@ -418,19 +435,25 @@ def time(plan: Wide) -> float:
     if plan.rounds and (plan.shifted or plan.copy < 16):
         load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.ahead)
     slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
-    # Stores of a tile run while nothing else does
-    result = plan.rows * plan.columns * plan.held * size
-    at_once = product.fast == 1 and size == 4
-    store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
-    store += result / 27e3 * (plan.cluster - 1)
-    store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
-    busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
+    taken = plan.groups * plan.slabs * slab
+    taken += plan.runs.us(plan.consumers, gpu.rates.cycles) if plan.runs else plan.held * drain + _store_us(plan) + 0.5
+    busy = each * taken
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
     prepared = prepared_us(plan) if plan.reads_prepared else 0.0  # its weight, by another pass
     return 2.2 + prepared + max(busy, memory) + 0.1 * min(busy, memory)
+
+
+def _store_us(plan: Wide) -> float:
+    """Microseconds of a tile's stores, which run while nothing else does."""
+    product, size = plan.product, plan.product.size
+    result = plan.rows * plan.columns * plan.held * size
+    at_once = product.fast == 1 and size == 4
+    store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
+    store += result / 27e3 * (plan.cluster - 1)
+    return store + (result / 80e3 if product.reads_beside else 0)  # of which most comes while products are made
 
 
 def prepared_us(plan: Wide) -> float:

@@ -17,7 +17,7 @@
 // columns side by side, and groups are held until the last one's sums are there, so that what a thread stores is contiguous.
 // Accesses that fill no sector of L2 (32 bytes) cost five times as much, so neighbouring threads, or two blocks of a cluster
 // with half of the groups each, exchange what they have. STAGED, in 16 bits, where they would be small pieces of rows: through
-// shared memory, from which whole rows go.
+// shared memory, from which whole rows go, or, where groups take turns in y, what several of them have (runs.cuh).
 //
 // A mode of 8 before the one that is contracted may be contracted as well, in 16 bits: its p's are eight rows of x side by side,
 // which producers, who have copied them, mix in place (mixing.cuh).
@@ -29,7 +29,8 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        SLOTS, COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
+//        TURNS (runs of a tile's row that go through shared memory, or 0) and SWEPT (groups of a tile then, or HELD), SLOTS,
+//        COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
 //        with one), STAGED, EDGE (bytes of an access to y at the ends of its rows), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
@@ -43,6 +44,7 @@
 #include "finish/pointwise.cuh"
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
+#include "kernels/product/runs.cuh"
 
 // What the matrix unit truncates to the nearest tf32.
 DEVICE u32 nearest(u32 x) { return fabsf(__uint_as_float(x)) < __int_as_float(0x7f800000) ? x + 0x1000 : x; }
@@ -65,7 +67,8 @@ template <class Pass> struct Wide {
   static constexpr int kConsumers = 128 * Pass::CONSUMERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
-  static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
+  static constexpr int kGroups = Pass::SWEPT, kWidth = Pass::TURNS > 0 ? Pass::TURNS * B : kColumns;  // of a tile
+  static constexpr int kGroupTiles = ceil_div(FAST, kGroups * kBlocks), kColumnTiles = ceil_div(Q, kWidth);
   static constexpr int kTiles = kGroupTiles * kColumnTiles * (Pass::GROUPS / FAST) * Pass::TERM_BLOCKS * EVERY;
   static constexpr int kSlotBytes = (M + N) * kParts * 128;
   static constexpr int kX = kTurned ? M * kParts * 128 : 0, kWeight = kTurned ? 0 : M * 128;
@@ -80,7 +83,9 @@ template <class Pass> struct Wide {
   static constexpr int kGot = kFull + Pass::SLOTS * 16, kFree = kGot + 96, kExchange = round_up(kFree + 96, 16);
   // Or results on their way, by rows that begin where they do in memory, of a piece of 16 bytes
   static constexpr int kResults = round_up(kGot, 16), kResultRow = (N / 8 + 1 | 1) * 16;
-  static_assert(!Pass::STAGED || (kPacked && HELD == 1 && !Pass::CLUSTER && (FAST == 1 || B == Q)));
+  static_assert(!Pass::STAGED || (kPacked && !Pass::CLUSTER));
+  static_assert(Pass::TURNS > 0 ? Pass::STAGED && Pass::BESIDE < 0 && Pass::OUTER == 1 : kGroups == HELD);
+  static_assert(!Pass::STAGED || Pass::TURNS > 0 || (HELD == 1 && (FAST == 1 || B == Q)));
 
   static constexpr i64 kXRow = Pass::OUTER == 1 ? Pass::X_SAMPLE : P;
 
@@ -118,11 +123,12 @@ template <class Pass> struct Wide {
     const i64 row_tiles = tiles / kTiles, from = n / (Pass::SPAN * kTiles) * Pass::SPAN;
     const int span = int(min(i64(Pass::SPAN), row_tiles - from)), rest = int(n - from * kTiles), each = rest / span;
     const int tile = each / EVERY, columns = tile / kGroupTiles % kColumnTiles, further = tile / (kGroupTiles * kColumnTiles);
-    return {(from + rest % span) * (kRows * EVERY) + each % EVERY, columns * kColumns, (tile % kGroupTiles * kBlocks + rank()) * HELD,
+    return {(from + rest % span) * (kRows * EVERY) + each % EVERY, columns * kWidth, (tile % kGroupTiles * kBlocks + rank()) * kGroups,
             further % (Pass::GROUPS / FAST), further / (Pass::GROUPS / FAST)};
   }
   // The tile's i-th row
   static DEVICE i64 row_at(const Tile& tile, int i) { return tile.first + i * EVERY; }
+  static DEVICE int groups_of(const Tile& tile) { return Pass::TURNS > 0 ? min(kGroups, FAST - tile.fast) : HELD; }
   // Elements in front of a row in the piece of 16 bytes that it begins in, the same for all of a tile
   static DEVICE int shift_of(const Tile& tile, int group) {
     return (u32(tile.first) * u32(kXRow) + u32(group) * P) % kPiece;
@@ -191,7 +197,7 @@ template <class Pass> struct Wide {
     at.k = 0;
     if (++at.term < Pass::TERMS) return;
     at.term = 0;
-    if (++at.group < HELD) return;
+    if (++at.group < groups_of(at.tile)) return;
     at.n += blocks();
     begin_tile(at, thread);
   }
@@ -205,7 +211,7 @@ template <class Pass> struct Wide {
     const Element* x = at.x + (group * P + at.term * x_term() + at.k);
     const Element* weight = at.weight + ((Pass::GROUPS > 1 ? group : i64(at.term)) * Q * kWeightRow +
                                          (Pass::SPLIT ? at.k / kPart * kWeightPart : at.k));
-    const bool has_group = FAST % HELD == 0 || fast < FAST;
+    const bool has_group = FAST % kGroups == 0 || fast < FAST;
     const int shift = kShifted ? shift_of(at.tile, int(group)) : 0;
     UNROLL for (int part = 0; part < kParts; ++part) {
       const int k = part * kPart;
@@ -364,7 +370,7 @@ template <class Pass> struct Wide {
   // Of 16 bits and one group, those of a thread's columns lie side by side.
   static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1 && !Pass::STAGED;
   // Where results go through shared memory, they wait there, as floats, while products are made.
-  static constexpr bool kBiasesStaged = Pass::BIAS && Pass::STAGED && Pass::OUTER == 1;
+  static constexpr bool kBiasesStaged = Pass::BIAS && Pass::STAGED && Pass::TURNS == 0 && Pass::OUTER == 1;
   DEVICE void stage_biases(const Tile& tile) const {
     constexpr int kEach = ceil_div(N, 32);
     const int lane = threadIdx.x % 32;
@@ -853,6 +859,38 @@ template <class Pass> struct Wide {
     return sum;
   }
 
+  // Sums of groups that take turns, HELD of them and then what they have side by side
+  DEVICE void make_runs(const Runs<Pass>& runs, const Tile& tile, Taking& at) const {
+    const int groups = groups_of(tile), columns = min(kWidth, Q - tile.q), first_row = threadIdx.x / 32 * 16;
+    const int left = int(min((rows() - tile.first + EVERY - 1) / EVERY, i64(kRows))) - first_row;
+    ROLL for (int first = 0; first < groups; first += HELD) {
+      const int held = min(HELD, groups - first);
+      ROLL for (int h = 0; h < held; ++h) {
+        float sum[N / 2];
+        u32 made[N / 4];
+        if constexpr (kShifted)
+          add_up_shifted(sum, tile, weight_of(tile, tile.fast + first + h), at);
+        else
+          add_up(sum, at);
+        finish(sum, made, tile, first + h);
+        runs.put(made, begin_of(tile, row_of(tile, 0, 0)) + first * B, h);
+      }
+      const i64 begin = begin_of(tile, row_at(tile, first_row)) + first * B;
+      const bool last = !Runs<Pass>::kKeeps || first + HELD >= groups;
+      __syncwarp();
+      runs.store(static_cast<Element*>(params.y), begin, min(16, left), columns, held, !Runs<Pass>::kKeeps || first == 0, last);
+      __syncwarp();
+      if constexpr (Runs<Pass>::kKeeps)
+        if (!last) runs.keep(begin, min(16, left), columns), __syncwarp();
+    }
+  }
+
+  DEVICE void consume_by_turns() const {
+    Taking at;
+    const Runs<Pass> runs(memory + kResults + threadIdx.x / 32 * 16 * Runs<Pass>::kRow);
+    for (i64 n = first_tile(); n < tiles; n += blocks()) make_runs(runs, tile_of(n), at);
+  }
+
   DEVICE void consume() const {
     Taking at;
     for (i64 n = first_tile(); n < tiles; n += blocks()) {
@@ -895,7 +933,11 @@ template <class Pass> struct Wide {
     }
     __syncthreads();
     if (threadIdx.x < kConsumers) {
-      take_registers<Pass::MORE>(), consume();
+      take_registers<Pass::MORE>();
+      if constexpr (Pass::TURNS > 0)
+        consume_by_turns();
+      else
+        consume();
     } else {
       give_registers<Pass::FEWER>(), produce(threadIdx.x - kConsumers);
     }
