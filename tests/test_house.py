@@ -238,6 +238,13 @@ def test_a_blocks_barriers_have_their_numbers_in_one_place() -> None:
     assert named == ["memory.cuh"]
 
 
+def test_loops_with_a_block_have_braces_around_them_behind_if_constexpr() -> None:
+    """Where such a branch is left out, NVRTC leaves out others' stores as well: docs/traps.md."""
+    bare = re.compile(r"(?:if constexpr \([^\n]*\)|\belse)\s*\n?\s*(?:UNROLL|ROLL|UNROLL_BY\([^\n]*\))? *for \([^\n]*\{\n")
+    found = [f"{path.name}: {match.group()}" for path in ENGINE_FILES for match in bare.finditer(path.read_text())]
+    assert not found, found
+
+
 def test_no_two_headers_have_one_name() -> None:
     """device/code.py finds them by it."""
     names = [path.name for path in ENGINE_FILES]

@@ -77,11 +77,12 @@ template <class Pass> struct SideStreams : Sides<Pass> {
   }
   template <class S, int TENSORS>
   DEVICE void find_all(const Element* const (&tensors)[TENSORS], Pieces<S, TENSORS>& pieces) const {
-    if constexpr (Pieces<S, TENSORS>::kStay)
+    if constexpr (Pieces<S, TENSORS>::kStay) {
       UNROLL for (int i = 0; i < Pieces<S, TENSORS>::COUNT; ++i) {
         find<S>(tensors, i, pieces.from[i], pieces.to[i]);
         stay_here(pieces.from[i]);
       }
+    }
   }
   // To a slot, from rows that begin `behind` elements behind the tensors' first ones
   template <class S>

@@ -240,14 +240,15 @@ template <class Pass> struct Sides : RecurrentWalk<Pass> {
             add_products<Math::kStep, S>(y[gate], low[gate], held, gate, first + j, b);
         }
     };
-    if constexpr (Math::kFlush > 0)
+    if constexpr (Math::kFlush > 0) {
       UNROLL for (int k = 0; k < COUNT; k += Math::kFlush) {
         Parts<S> parts;
         add(parts.of, parts.low, k, k + Math::kFlush);
         parts.add_to(y);
       }
-    else
+    } else {
       add(y, y, 0, COUNT);
+    }
   }
   template <int COUNT> DEVICE static void as_operand(typename Math::B& b, const Both (&both)[COUNT], int k) {
     if constexpr (kSize == 2)
