@@ -19,7 +19,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
-PRODUCERS = 128  # threads
+MOST_BESIDE_TWO = 128  # sums and results of a thread, where floats are split by two warpgroups of producers
 MIXED = 8  # of a mode before
 LEAST_BESIDE = 65  # features of odd rows: fewer, and such in tf32, take less by a product and the slopes behind it
 MOST_SLOTS = 8
@@ -28,6 +28,7 @@ REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a pro
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
 ODD_REGISTERS = {1: (0, 0), 2: (216, 72), 3: (144, 80)}  # where, besides, rows of x come by small pieces
+BESIDE_TWO = {1: (216, 144), 2: (184, 72)}  # where two warpgroups of producers split
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 # For a store that does not fill one, on a multiprocessor: 3.2 to 7.6 ns in eight products of 28 to 61 groups that take
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
@@ -186,7 +187,21 @@ class Wide(Pass):
     @property
     def ahead(self) -> int:
         """Slabs on their way to producers who round, split or mix them."""
+        if self.producers > 1:
+            return (self.slots - 1) // 2 - 1
         return max(1, min(4, self.slots - 2))
+
+    @property
+    def producers(self) -> int:
+        """Warpgroups that bring slabs, in turns."""
+        return 2 if self.splits and self.consumers < 3 and self.sums <= MOST_BESIDE_TWO else 1
+
+    @property
+    def sums(self) -> int:
+        """Registers of a consumer's thread for sums, and results that wait."""
+        p, n = self.product, self.n
+        sums = n // 2 + (self.held - 1) * n // 4 if p.size == 2 else (self.held + self.splits) * n // 2
+        return sums + (n * p.size // 8 if p.reads_beside else 0)  # what waits for them, where results will be
 
     @property
     def slabs(self) -> int:
@@ -202,7 +217,7 @@ class Wide(Pass):
 
     @property
     def threads(self) -> int:
-        return 128 * self.consumers + PRODUCERS
+        return 128 * (self.consumers + self.producers)
 
     @property
     def together(self) -> int:
@@ -288,6 +303,8 @@ class Wide(Pass):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer's and a producer's thread."""
+        if self.producers > 1:
+            return BESIDE_TWO[self.consumers]
         if self.copy < 16 and self.splits:
             return ODD_REGISTERS[self.consumers]
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
@@ -312,7 +329,7 @@ class Wide(Pass):
         told |= {"SLOTS": self.slots, "COPY": self.copy, "STORE": max(4, self.store)}
         told |= {"STAGED": self.is_staged, "EDGE": self.store, "EVERY": self.every, "SHIFT": self.shift}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
-        told |= {"AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"PRODUCERS": self.producers, "AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
         told |= {"ROUND_X": self.splits or self.rounds, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
@@ -360,10 +377,8 @@ def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         most = MOST_SPLIT[consumers] if splits else most
         for n in _widths(product, run):
-            sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
-            sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, shifted=shifted)
-            if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
+            if plan.sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
 
 

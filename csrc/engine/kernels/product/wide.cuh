@@ -29,7 +29,7 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        SLOTS, COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
+//        PRODUCERS, SLOTS, COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
 //        with one), STAGED, EDGE (bytes of an access to y at the ends of its rows), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
@@ -62,7 +62,7 @@ template <class Pass> struct Wide {
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
   // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
   static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : kShifted ? kChunks * kPart : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
-  static constexpr int kConsumers = 128 * Pass::CONSUMERS;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS, PRODUCERS = Pass::PRODUCERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroupTiles = ceil_div(FAST, HELD * kBlocks), kColumnTiles = ceil_div(Q, kColumns);
@@ -171,7 +171,7 @@ template <class Pass> struct Wide {
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     if constexpr (kShifted) at.weight += at.tile.first % EVERY * kWeights;
     at.left_weight = Q - j;
-    if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread);
+    if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread + producer() * 128);
   }
   static constexpr i64 kWeights = i64(Pass::TERMS) * (Pass::GROUPS > 1 ? Pass::GROUPS : Pass::TERM_BLOCKS) * Q * kWeightRow;  // of one shift
   // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
@@ -179,7 +179,7 @@ template <class Pass> struct Wide {
     constexpr int kEach = HELD == FAST ? FAST : 1;  // numbers of a column, side by side
     constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns * kEach, kLine);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + feature(tile, tile.q, tile.fast);
-    ROLL for (int i = thread; i < kRows * kLines; i += 128) {
+    ROLL for (int i = thread; i < kRows * kLines; i += 128 * PRODUCERS) {
       const i64 row = row_at(tile, i / kLines);
       const int column = i % kLines * kLine;
       if (row < rows() && tile.q + column / kEach < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
@@ -309,17 +309,21 @@ template <class Pass> struct Wide {
   }
 
 
+  // Which of the warpgroups of producers, that take slabs in turns, this thread's is
+  DEVICE int producer() const { return warpgroup - Pass::CONSUMERS; }
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
     Cursor at;
     at.n = first_tile();
     begin_tile(at, thread);
-    int oldest = 0, waiting = 0;
-    RingCursor<Pass::SLOTS> cursor{0, 1};
+    const int first = PRODUCERS > 1 ? producer() : 0;
+    ROLL for (int i = 0; i < first; ++i) advance(at, thread);
+    int oldest = first, waiting = 0;
+    RingCursor<Pass::SLOTS> cursor{first, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
-      if constexpr (kMixes || kCopy < 16) sync_warpgroup(Pass::CONSUMERS);  // others have copied it, too
+      if constexpr (kMixes || kCopy < 16) sync_warpgroup(warpgroup);  // others have copied it, too
       if constexpr (kMixes)
         mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
@@ -327,9 +331,10 @@ template <class Pass> struct Wide {
       else
         round(place + kX + oldest * kSlotBytes, thread);
       arrive(slots.full(oldest));
-      if (++oldest == Pass::SLOTS) oldest = 0;
+      oldest += oldest + PRODUCERS < Pass::SLOTS ? PRODUCERS : PRODUCERS - Pass::SLOTS;
     };
-    for (; is_in(at); advance(at, thread)) {
+    const auto next = [&] { UNROLL for (int i = 0; i < PRODUCERS; ++i) advance(at, thread); };
+    for (; is_in(at); next()) {
       slots.wait_until_empty(cursor);
       copy_slab(at, thread, memory + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
@@ -341,7 +346,7 @@ template <class Pass> struct Wide {
       } else {
         arrive_with_copies(slots.full(cursor.slot));
       }
-      cursor.next();
+      cursor.skip(PRODUCERS);
     }
     if constexpr (kPrepares) {
       wait_for_copies<0>();
@@ -897,7 +902,7 @@ template <class Pass> struct Wide {
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>(), consume();
     } else {
-      give_registers<Pass::FEWER>(), produce(threadIdx.x - kConsumers);
+      give_registers<Pass::FEWER>(), produce((threadIdx.x - kConsumers) % 128);
     }
     if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
   }
