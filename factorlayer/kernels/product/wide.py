@@ -312,7 +312,7 @@ class Wide(Pass):
 
     @property
     def products(self) -> str:
-        return wgmma("float16" if self.splits else self.product.dtype, {self.n})
+        return wgmma("float16", {self.n, self.n // 2}) if self.splits else wgmma(self.product.dtype, {self.n})
 
     @property
     def rounds(self) -> bool:

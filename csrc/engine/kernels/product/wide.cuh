@@ -781,11 +781,13 @@ template <class Pass> struct Wide {
     release(at.last);
   }
 
+  // Columns of sums of which one part's are scaled while the other's products are made
+  static constexpr int kSplitParts = N % 16 == 0 && N >= 64 ? 2 : 1, kSplitN = N / kSplitParts;
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
   // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
   // warpgroups' products fill the waits.
   DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Taking& at) const {
-    float some[N / 2];
+    float some[kSplitParts][kSplitN / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
     float scale[2];
     UNROLL for (int half = 0; half < 2; ++half) {
@@ -795,7 +797,7 @@ template <class Pass> struct Wide {
       load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
       scale[half] = __uint_as_float(word[0]);
     }
-    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] = some[i / (kSplitN / 2)][i % (kSplitN / 2)] = 0;
     ROLL for (int slab = 0; slab < kSlabs; ++slab) {
       const u32 from = next_slab(at), scales = memory + kScales + at.last * kScaleBytes + threadIdx.x % 4 * 8;
       const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
@@ -805,25 +807,37 @@ template <class Pass> struct Wide {
           load_left(a[part][step], from + part * M * 128, step);
           settle(a[part][step]);
         }
-      open_products();
-      UNROLL for (int step = 0; step < kSteps; ++step) {
-        Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
-        Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        open_products();
+        UNROLL for (int step = 0; step < kSteps; ++step) {
+          const u64 k = part * kSplitN * 8 + 2 * step;
+          Wgmma<f16, kSplitN>::multiply(some[part], a[1][step], high + k, step > 0);
+          Wgmma<f16, kSplitN>::multiply(some[part], a[0][step], low + k);
+        }
+        commit_products();
       }
-      commit_products();
-      wait_for_products<0>();
-      touch(some);
-      UNROLL for (float& x : some) x *= 1 / 2048.f;
-      touch(some);
-      open_products();
-      UNROLL for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
-      commit_products();
-      wait_for_products<0>();
-      touch(some);
-      UNROLL for (int n = 0; n < N / 8; ++n) {
-        u32 scale[2];
-        load_u32x2(scales + n * 32, scale);
-        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        wait_for_products<kSplitParts - 1>();
+        touch(some[part]);
+        UNROLL for (float& x : some[part]) x *= 1 / 2048.f;
+        touch(some[part]);
+        open_products();
+        UNROLL for (int step = 0; step < kSteps; ++step)
+          Wgmma<f16, kSplitN>::multiply(some[part], a[0][step], high + part * kSplitN * 8 + 2 * step);
+        commit_products();
+      }
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        if (part + 1 < kSplitParts)
+          wait_for_products<kSplitParts - 1>();
+        else
+          wait_for_products<0>();
+        touch(some[part]);
+        UNROLL for (int n = 0; n < kSplitN / 8; ++n) {
+          u32 scale[2];
+          load_u32x2(scales + (part * kSplitN + n * 8) * 4, scale);
+          UNROLL for (int i = 0; i < 4; ++i)
+            sum[part * (kSplitN / 2) + n * 4 + i] += some[part][n * 4 + i] * __uint_as_float(scale[i % 2]);
+        }
       }
       touch(sum);
       release(at.last);
