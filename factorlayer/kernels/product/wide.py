@@ -19,7 +19,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
-MOST_BESIDE_TWO = 128  # sums and results of a thread, where floats are split by two warpgroups of producers
+MOST_BESIDE_TWO, WIDEST_BESIDE_TWO = 128, 192  # sums and results of a thread, and a tile, beside two of producers
 MIXED = 8  # of a mode before
 LEAST_BESIDE = 65  # features of odd rows: fewer, and such in tf32, take less by a product and the slopes behind it
 MOST_SLOTS = 8
@@ -28,7 +28,7 @@ REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a pro
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
 ODD_REGISTERS = {1: (0, 0), 2: (216, 72), 3: (144, 80)}  # where, besides, rows of x come by small pieces
-BESIDE_TWO = {1: (216, 144), 2: (184, 72)}  # where two warpgroups of producers split
+BESIDE_TWO = {1: (216, 144), 2: (184, 72)}  # where two warpgroups of producers split or round
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 # For a store that does not fill one, on a multiprocessor: 3.2 to 7.6 ns in eight products of 28 to 61 groups that take
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
@@ -194,7 +194,9 @@ class Wide(Pass):
     @property
     def producers(self) -> int:
         """Warpgroups that bring slabs, in turns."""
-        return 2 if self.splits and self.consumers < 3 and self.sums <= MOST_BESIDE_TWO else 1
+        if not (self.splits or self.rounds) or self.consumers > 2 or self.sums > MOST_BESIDE_TWO:
+            return 1
+        return 2 if self.consumers == 1 or self.n <= WIDEST_BESIDE_TWO else 1
 
     @property
     def sums(self) -> int:

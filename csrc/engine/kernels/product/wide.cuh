@@ -260,29 +260,34 @@ template <class Pass> struct Wide {
       }
     }
   }
-  // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
-  // the second was.
+  // The same as halves, high ones where the row's first part was, low ones where the second was. Threads side by side have a
+  // row, as few as leave none without one, since they wait for each other's largest; its pieces have been copied by their warp.
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
-    constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
-    static_assert(kCount % kTogether == 0);
-    UNROLL for (int i = 0; i < kCount; i += kTogether) {
-      u32 x[kTogether][2][4] = {};
-      float most[kTogether];
-      UNROLL for (int j = 0; j < kTogether; ++j) {
-        if (is_whole<kRows>(i + j, thread))
-          UNROLL for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
-        most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
+    constexpr int kSide = kRows % 64 == 0 ? 2 : kRows % 32 == 0 ? 4 : 8, kMine = 8 / kSide;  // pieces of each part
+    constexpr int kCount = ceil_div(kRows, 128 / kSide);
+    const int first = thread / 32 * 4 + thread / kSide % 4 + thread % 32 / (4 * kSide) * 16, piece = thread % kSide * kMine;
+    __syncwarp();
+    UNROLL for (int i = 0; i < kCount; ++i) {
+      const int row = first + i * (128 / kSide);
+      const bool is_row = kRows % (128 / kSide) == 0 || row < kRows;
+      const auto place = [&](int j, int part) { return from + part * N * 128 + swizzled(row, piece + j); };
+      u32 x[kMine][2][4] = {};
+      float most[1] = {};
+      UNROLL for (int j = 0; j < kMine; ++j) {
+        if (is_row)
+          UNROLL for (int part = 0; part < 2; ++part) load_u32x4(place(j, part), x[j][part]);
+        most[0] = fmaxf(most[0], larger_of(larger_of(0.f, x[j][0]), x[j][1]));
       }
-      most_of<8>(most);
-      UNROLL for (int j = 0; j < kTogether; ++j) {
-        const Scale scale(most[j]);
+      most_of<kSide>(most);
+      const Scale scale(most[0]);
+      if (!is_row) continue;
+      UNROLL for (int j = 0; j < kMine; ++j) {
         u32 high[4], low[4];
         scale.split(x[j][0], x[j][1], high, low);
-        if (!is_whole<kRows>(i + j, thread)) continue;
-        store_u32x4(from + (i + j) * 2048, high);
-        store_u32x4(from + N * 128 + (i + j) * 2048, low);
-        if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
+        store_u32x4(place(j, 0), high);
+        store_u32x4(place(j, 1), low);
       }
+      if (thread % kSide == 0) store_shared(scales + row * 4, __float_as_uint(scale.back));
     }
   }
 
@@ -327,10 +332,10 @@ template <class Pass> struct Wide {
       if constexpr (kMixes)
         mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
-        split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
+        split_rows(memory + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
         round(place + kX + oldest * kSlotBytes, thread);
-      arrive(slots.full(oldest));
+      slots.hand_over(oldest);
       oldest += oldest + PRODUCERS < Pass::SLOTS ? PRODUCERS : PRODUCERS - Pass::SLOTS;
     };
     const auto next = [&] { UNROLL for (int i = 0; i < PRODUCERS; ++i) advance(at, thread); };
@@ -706,7 +711,7 @@ template <class Pass> struct Wide {
   };
   DEVICE u32 next_slab(Taking& at) const {
     slots.wait_until_full(at.cursor);
-    fence_copy_engine();
+    if constexpr (!kPrepares) fence_copy_engine();  // or those who have prepared it have had one
     at.last = at.cursor.slot;
     at.cursor.next();
     return slots.at(at.last);
