@@ -76,8 +76,9 @@ class Mapped(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
-        return max(1, ROWS // self.tiles)
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks. They are half a tile's, or
+        rows whose last tile is hardly begun had fewer blocks than tiles."""
+        return max(1, ROWS // (2 * self.tiles))
 
     @property
     def most_samples(self) -> int:

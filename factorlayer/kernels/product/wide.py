@@ -18,6 +18,7 @@ from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
+L2_HOLDS = 20 << 20  # bytes of a weight, beside its halves
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 MOST_BESIDE_TWO, WIDEST_BESIDE_TWO = 128, 192  # sums and results of a thread, and a tile, beside two of producers
 MIXED = 8  # of a mode before
@@ -38,9 +39,9 @@ NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, 
 WHOLE_ROWS = 0.05
 # Until a slab of rows that 16 bytes do not divide has come, and is rounded: 254 → 254, 139 → 200, 375 → 393 on one H100
 SHIFTED_US, PIECES_US = 3.1, 5.2
-# Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor, chunks that a warp has asked for
-# before it waits, and bytes of halves that all of them write in a microsecond
-SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
+# Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor and of a block, chunks that a warp has
+# asked for before it waits, and bytes of halves that all of them write in a microsecond
+SPLITTING_WARPS, SPLITTING_BLOCK, SPLIT_AT_ONCE, HALVES_BYTES = 24, 4, 16, 2e6
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,11 @@ class Wide(Pass):
         return self.every * self.summed * self.weight_rows * self.chunks * 128 * self.parts
 
     @property
+    def split_warps(self) -> int:
+        """Warps that split a row of the weight."""
+        return SPLITTING_BLOCK if self.summed * self.chunks > SPLIT_AT_ONCE else 1
+
+    @property
     def scale_bytes(self) -> int:
         """And of what scales its rows."""
         return 4 * self.weight_rows if self.splits else 0
@@ -261,7 +267,13 @@ class Wide(Pass):
         """Whether blocks have to be found along y of the grid."""
         rows = self.batch * self.product.outer
         each = self.rows * self.every
-        return -(-rows // max(1, each // self.tiles)) < min(self.gpu.sms, -(-rows // each) * self.tiles)
+        return -(-rows // self._unit) < min(self.gpu.sms, -(-rows // each) * self.tiles)
+
+    @property
+    def _unit(self) -> int:
+        """Rows that are worth a block: half a tile's, or rows whose last tile is hardly begun had fewer blocks than
+        tiles."""
+        return max(1, self.rows * self.every // (2 * self.tiles))
 
     @property
     def split(self) -> int:
@@ -274,8 +286,7 @@ class Wide(Pass):
     @property
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
-        each = self.rows * self.every
-        return each if self._is_small else max(1, each // self.tiles)
+        return self.rows * self.every if self._is_small else self._unit
 
     @property
     def reads_prepared(self) -> bool:
@@ -451,14 +462,16 @@ def time(plan: Wide) -> float:
 
 
 def prepared_us(plan: Wide) -> float:
-    """Microseconds of the pass that shifts the weight, or splits it: a warp takes a row, for its largest number and
-    once more, and waits for each round of chunks."""
-    rates = plan.gpu.rates
+    """Microseconds of the pass that shifts the weight, or splits it: warps take a row, for its largest number and, if
+    it is more than they hold, once more, and wait for each round of chunks."""
+    rates, gpu = plan.gpu.rates, plan.gpu
     if not plan.splits:
         return rates.behind_us + plan.halves_bytes / HALVES_BYTES
-    rows = -(-plan.weight_rows // (plan.gpu.sms * SPLITTING_WARPS))  # of a warp
-    rounds = -(-plan.summed * plan.chunks // SPLIT_AT_ONCE)
-    return rates.behind_us + max(2 * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES)
+    rows = -(-plan.weight_rows * plan.split_warps // (gpu.sms * SPLITTING_WARPS))  # of warps
+    rounds = -(-plan.summed * plan.chunks // (SPLIT_AT_ONCE * plan.split_warps))
+    reads = 1 if rounds == 1 else 2
+    through = (1 + reads) * plan.halves_bytes / (gpu.memory_bytes * gpu.sms) if plan.halves_bytes > L2_HOLDS else 0.0
+    return rates.behind_us + max(reads * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES, through)
 
 
 def _parts_of_sectors(plan: Wide) -> float:
