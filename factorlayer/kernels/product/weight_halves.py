@@ -20,7 +20,7 @@ class WeightHalves(Preparing):
 
     of: tuple[Wide, ...]
 
-    shared = 16
+    shared = 0
     threads = 128
     us = 0.0
 
@@ -35,7 +35,7 @@ class WeightHalves(Preparing):
 
     @property
     def split(self) -> int:
-        threads = max(p.weight_rows * 32 * p.split_warps if p.splits else p.halves_bytes // 16 for p in self.of)
+        threads = max(p.weight_rows * 32 if p.splits else p.halves_bytes // 16 for p in self.of)
         return min(-(-threads // self.threads), 8 * self.of[0].gpu.sms)
 
     def __str__(self) -> str:

@@ -18,9 +18,9 @@ from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
-L2_HOLDS = 20 << 20  # bytes of a weight, beside its halves
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 MOST_BESIDE_TWO, WIDEST_BESIDE_TWO = 128, 192  # sums and results of a thread, and a tile, beside two of producers
+PRODUCERS = 128  # threads that bring a slab together
 MIXED = 8  # of a mode before
 LEAST_BESIDE = 65  # features of odd rows: fewer, and such in tf32, take less by a product and the slopes behind it
 MOST_SLOTS = 8
@@ -37,11 +37,17 @@ PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 # And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
 WHOLE_ROWS = 0.05
+# Of floats that are split, cycles on one H100: of a producer for each of its pieces of 16 bytes, for a line of rows that
+# come by smaller ones, and for a float; until copies are there; of a consumer for each slab, and for each of n sums that
+# it scales and adds; of shared memory; what the second slowest unit adds, and a kernel's start. 128 tilings of 13
+# products, of 300 to 80,000 samples: 76 % are within 10 % and 97 % within 20 (24 and 71 as it was).
+PIECE_CYCLES, SPLIT_LINE_CYCLES, SPLIT_CYCLES, COPIED_CYCLES = 10, 4.5, 30, 310
+MULTIPLY_CYCLES, SUM_CYCLES, SPLIT_SHARED, SECOND, SPLIT_START_US = 140, 2.2, 1.08, 0.46, 2.0
 # Until a slab of rows that 16 bytes do not divide has come, and is rounded: 254 → 254, 139 → 200, 375 → 393 on one H100
 SHIFTED_US, PIECES_US = 3.1, 5.2
-# Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor and of a block, chunks that a warp has
-# asked for before it waits, and bytes of halves that all of them write in a microsecond
-SPLITTING_WARPS, SPLITTING_BLOCK, SPLIT_AT_ONCE, HALVES_BYTES = 24, 4, 16, 2e6
+# Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor, chunks that a warp has asked for
+# before it waits, bytes of halves that all of them write in a microsecond, and those that L2 holds beside the weight
+SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES, HALVES_HELD = 24, 16, 2e6, 20 << 20
 
 
 @dataclass(frozen=True)
@@ -156,11 +162,6 @@ class Wide(Pass):
         return self.every * self.summed * self.weight_rows * self.chunks * 128 * self.parts
 
     @property
-    def split_warps(self) -> int:
-        """Warps that split a row of the weight."""
-        return SPLITTING_BLOCK if self.summed * self.chunks > SPLIT_AT_ONCE else 1
-
-    @property
     def scale_bytes(self) -> int:
         """And of what scales its rows."""
         return 4 * self.weight_rows if self.splits else 0
@@ -198,6 +199,11 @@ class Wide(Pass):
         return max(1, min(4, self.slots - 2))
 
     @property
+    def on_their_way(self) -> int:
+        """Slabs on their way to all producers."""
+        return self.ahead if self.producers == 1 else 2 * self.ahead + 1
+
+    @property
     def producers(self) -> int:
         """Warpgroups that bring slabs, in turns."""
         if not (self.splits or self.rounds) or self.consumers > 2 or self.sums > MOST_BESIDE_TWO:
@@ -225,7 +231,7 @@ class Wide(Pass):
 
     @property
     def threads(self) -> int:
-        return 128 * (self.consumers + self.producers)
+        return 128 * self.consumers + PRODUCERS * self.producers
 
     @property
     def together(self) -> int:
@@ -431,28 +437,17 @@ def time(plan: Wide) -> float:
     tiles = -(-plan.batch * product.outer // (plan.rows * plan.every)) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
-    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
-    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
-    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
-    drain = 0.1  # of a group
     if plan.splits:
-        products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
-        read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.mixed >= 0 or plan.rounds:
-        read += 256 * plan.rows  # mixed or rounded in place
-    if plan.copy < 16:  # a warp's copies touch two lines each
-        rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
-        load += 2 * LINE_CYCLES * 128 * rows / (32 * plan.copy) / gpu.rates.cycles
-    if plan.rounds and (plan.shifted or plan.copy < 16):
-        load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.ahead)
-    slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+        slab, drain, start = _split_us(plan), 0.0, SPLIT_START_US
+    else:
+        slab, drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
     # Stores of a tile run while nothing else does
     result = plan.rows * plan.columns * plan.held * size
     at_once = product.fast == 1 and size == 4
     store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
     store += result / 27e3 * (plan.cluster - 1)
     store += result / 80e3 if product.reads_beside else 0  # of which most comes while products are made
-    busy = each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
+    busy = start + each * (plan.held * (plan.slabs * slab + drain) + store + 0.5)
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
@@ -461,17 +456,57 @@ def time(plan: Wide) -> float:
     return 2.2 + prepared + max(busy, memory) + 0.1 * min(busy, memory)
 
 
+def _slab_us(plan: Wide) -> float:
+    """Microseconds of a slab that nobody splits."""
+    product, gpu, size = plan.product, plan.gpu, plan.product.size
+    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
+    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
+    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
+    if product.mixed >= 0 or plan.rounds:
+        read += 256 * plan.rows  # mixed or rounded in place
+    if plan.copy < 16:  # a warp's copies touch two lines each
+        load += 2 * LINE_CYCLES * 128 * (plan.rows + plan.columns) / (32 * plan.copy) / gpu.rates.cycles
+    if plan.rounds and (plan.shifted or plan.copy < 16):
+        load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.on_their_way)
+    return max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+
+
+def _split_us(plan: Wide) -> float:
+    """Microseconds of a slab of floats: a warpgroup of producers asks for it, waits and splits it, the consumers
+    multiply it, and then its slot is free. What takes longest binds, and the second adds some of its time."""
+    c, n = plan.consumers, plan.n
+    ask, floats = plan.slot_bytes / (16 * PRODUCERS), plan.rows * plan.slab / PRODUCERS  # of a producer
+    ask *= PIECE_CYCLES
+    if plan.copy < 16:  # a row of x touches two lines, in each part
+        x = plan.rows * plan.parts
+        ask += 2 * SPLIT_LINE_CYCLES * x - PIECE_CYCLES * 128 * x / (16 * PRODUCERS)
+    bring = ask + SPLIT_CYCLES * floats
+    multiply = MULTIPLY_CYCLES + 6 * n + SUM_CYCLES * n  # 12 products of n / 2 cycles
+    shared = (plan.slot_bytes + 512 * plan.rows + 128 * c * (128 + 3 * n)) / 128
+    units = sorted(
+        (
+            (bring + (0 if plan.ahead else COPIED_CYCLES)) / plan.producers,
+            multiply,
+            (bring + COPIED_CYCLES + multiply) / plan.slots,
+            SPLIT_SHARED * shared,
+        )
+    )
+    return (units[-1] + SECOND * units[-2]) / plan.gpu.rates.cycles
+
+
 def prepared_us(plan: Wide) -> float:
-    """Microseconds of the pass that shifts the weight, or splits it: warps take a row, for its largest number and, if
-    it is more than they hold, once more, and wait for each round of chunks."""
+    """Microseconds of the pass that shifts the weight, or splits it: a warp takes a row, for its largest number and, if
+    it is more than a round of chunks, once more, and waits for each round."""
     rates, gpu = plan.gpu.rates, plan.gpu
     if not plan.splits:
         return rates.behind_us + plan.halves_bytes / HALVES_BYTES
-    rows = -(-plan.weight_rows * plan.split_warps // (gpu.sms * SPLITTING_WARPS))  # of warps
-    rounds = -(-plan.summed * plan.chunks // (SPLIT_AT_ONCE * plan.split_warps))
+    rows = -(-plan.weight_rows // (gpu.sms * SPLITTING_WARPS))  # of a warp
+    rounds = -(-plan.summed * plan.chunks // SPLIT_AT_ONCE)
     reads = 1 if rounds == 1 else 2
-    through = (1 + reads) * plan.halves_bytes / (gpu.memory_bytes * gpu.sms) if plan.halves_bytes > L2_HOLDS else 0.0
-    return rates.behind_us + max(reads * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES, through)
+    moved = plan.halves_bytes / HALVES_BYTES
+    if plan.halves_bytes > HALVES_HELD:
+        moved = max(moved, (1 + reads) * plan.halves_bytes / (gpu.memory_bytes * gpu.sms))
+    return rates.behind_us + max(reads * rows * rounds * rates.wait_us, moved)
 
 
 def _parts_of_sectors(plan: Wide) -> float:

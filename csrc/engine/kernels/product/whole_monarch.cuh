@@ -91,7 +91,7 @@ template <class Pass> struct MonarchWeight : OfBoth<Pass> {
   static constexpr int kRows = kWays * HEIGHT, kTileQ = kApart ? HEIGHT : kRows, kTileL = kApart ? kWays : 1;
   static constexpr int kTilesL = ceil_div(L, kTileL), kTiles = kAcross * kTilesL * ceil_div(Q, kTileQ);
   static constexpr int kLine = (kRows + 16 / kSize) * kSize;  // bytes: four (k, r)'s are in different banks
-  static constexpr int kTogether = R > 24 ? 12 : R > 1 ? ceil_div(R, 2) : 1;  // r's whose first weights a thread has, twice
+  static constexpr int kTogether = R <= 24 ? R : 16;          // r's whose first weights are on their way
   DEVICE MonarchWeight(const Params& given) : Base(given) {}
 
   DEVICE void hold(int l, int q, int k) const {
@@ -131,23 +131,22 @@ template <class Pass> struct MonarchWeight : OfBoth<Pass> {
     const int from_k = column / P, c = column + thread % kColumns, way = thread / kColumns, k = c / P;
     const int of_l = kApart ? min(l + way, L - 1) : l;
     const Element* factors = Base::first(c < kIn ? k : 0, 0, of_l) + c % P;
-    Element of_r[2][kTogether];  // one half on its way while the other is multiplied
-    const auto ask = [&](int half, int r) {
+    Element of_r[kTogether];
+    const auto ask = [&](int r) {
       UNROLL for (int i = 0; i < kTogether; ++i)
-        of_r[half][i] = c < kIn && r + i < R ? factors[i64(r + i) * L * P] : Element{};
+        of_r[i] = c < kIn && r + i < R ? factors[i64(r + i) * L * P] : Element{};
     };
-    UNROLL for (int half = 0; half < 2; ++half) ask(half, half * kTogether);
+    ask(0);
     hold(l, q, from_k);
     __syncthreads();
     Real sums[HEIGHT] = {};
     if (c < kIn) {
       u32 row = memory + (k - from_k) * R * kLine + way * kRow;
-      ROLL for (int r = 0; r < R; r += 2 * kTogether)
-        UNROLL for (int half = 0; half < 2; ++half) {
-          UNROLL for (int i = 0; i < kTogether; ++i, row += kLine)
-            if (R % (2 * kTogether) == 0 || r + half * kTogether + i < R) Base::add(sums, widen(of_r[half][i]), row);
-          if constexpr (R > 2 * kTogether) ask(half, r + (2 + half) * kTogether);
-        }
+      ROLL for (int r = 0; r < R; r += kTogether) {
+        if (r > 0) ask(r);
+        UNROLL for (int i = 0; i < kTogether; ++i, row += kLine)
+          if (R % kTogether == 0 || r + i < R) Base::add(sums, widen(of_r[i]), row);
+      }
     }
     Element made[HEIGHT];
     UNROLL for (int j = 0; j < HEIGHT; ++j) made[j] = narrow<Element>(Pass::LARGEST >= 0 ? sums[j] * scale : sums[j]);
