@@ -169,6 +169,19 @@ def test_the_largest_tilings_compile(text: str, dtype: str, usage_of: UsageOf) -
         assert usage.frame <= 40, f"{tiled}: {usage}"
 
 
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("tied 0 1 2320 232 1", "float32"), ("tied 0 1 3330 3330 1", "float32"), ("tied 0 1 139 900 1", "bfloat16")],
+)
+def test_there_is_a_block_for_each_tile(text: str, dtype: str) -> None:
+    """Also where there are fewer samples than the plan was made for, and the last tile of rows is hardly begun."""
+    for made in wide.tilings(product_of(text, dtype), 16384, GPU):
+        for batch in (1025, 2213, 3000, 4097, 20000):
+            tiles = -(-batch // (made.rows * made.every)) * made.tiles
+            blocks = -(-batch * made.units_per_sample // made.units_per_block) * made.split
+            assert min(blocks, GPU.sms) >= min(tiles, GPU.sms), (made, batch)
+
+
 def test_what_16_bytes_divide_comes_by_them() -> None:
     for text, dtype, ways in (
         ("tied 0 1 200 139 1", "bfloat16", {(16, 1)}),

@@ -205,10 +205,10 @@ class Wide(Pass):
 
     @property
     def producers(self) -> int:
-        """Warpgroups that bring slabs, in turns."""
-        if not (self.splits or self.rounds) or self.consumers > 2 or self.sums > MOST_BESIDE_TWO:
-            return 1
-        return 2 if self.consumers == 1 or self.n <= WIDEST_BESIDE_TWO else 1
+        """Warpgroups that bring slabs, in turns: two that split, or round what comes by pieces."""
+        waits = self.splits or (self.rounds and (self.shifted or self.copy < 16))
+        room = self.consumers < 3 and self.sums <= MOST_BESIDE_TWO
+        return 2 if waits and room and (self.consumers == 1 or self.n <= WIDEST_BESIDE_TWO) else 1
 
     @property
     def sums(self) -> int:
@@ -331,7 +331,8 @@ class Wide(Pass):
 
     @property
     def products(self) -> str:
-        return wgmma("float16", {self.n, self.n // 2}) if self.splits else wgmma(self.product.dtype, {self.n})
+        half = self.n // 2 if self.n >= 64 else self.n  # of columns that are scaled while others are multiplied
+        return wgmma("float16", {half}) if self.splits else wgmma(self.product.dtype, {self.n})
 
     @property
     def rounds(self) -> bool:

@@ -3,8 +3,8 @@
 //     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
 //
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
-// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of SLOTS slabs of 128 bytes of
-// k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
+// sums for HELD neighbouring groups, one group after the other. PRODUCERS warpgroups take turns to fill a ring of SLOTS slabs of
+// 128 bytes of k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
 // 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
 // x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
 // has made those of the weights, producers make x's where they have copied it.
@@ -313,8 +313,7 @@ template <class Pass> struct Wide {
     }
   }
 
-
-  // Which of the warpgroups of producers, that take slabs in turns, this thread's is
+  // Which of the warpgroups that bring slabs in turns this thread's is
   DEVICE int producer() const { return warpgroup - Pass::CONSUMERS; }
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
@@ -786,8 +785,8 @@ template <class Pass> struct Wide {
     release(at.last);
   }
 
-  // Columns of sums of which one part's are scaled while the other's products are made
-  static constexpr int kSplitParts = N % 16 == 0 && N >= 64 ? 2 : 1, kSplitN = N / kSplitParts;
+  // Parts of the columns, of which one's sums are scaled while the other's products are made
+  static constexpr int kSplitParts = N >= 64 ? 2 : 1, kSplitN = N / kSplitParts;
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
   // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
   // warpgroups' products fill the waits.
@@ -832,10 +831,7 @@ template <class Pass> struct Wide {
         commit_products();
       }
       UNROLL for (int part = 0; part < kSplitParts; ++part) {
-        if (part + 1 < kSplitParts)
-          wait_for_products<kSplitParts - 1>();
-        else
-          wait_for_products<0>();
+        part + 1 < kSplitParts ? wait_for_products<1>() : wait_for_products<0>();
         touch(some[part]);
         UNROLL for (int n = 0; n < kSplitN / 8; ++n) {
           u32 scale[2];
