@@ -37,10 +37,10 @@ PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 # And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
 WHOLE_ROWS = 0.05
-# Of floats that are split, cycles on one H100: of a producer for each of its pieces of 16 bytes, for a line of rows that
-# come by smaller ones, and for a float; until copies are there; of a consumer for each slab, and for each of n sums that
-# it scales and adds; of shared memory; what the second slowest unit adds, and a kernel's start. 128 tilings of 13
-# products, of 300 to 80,000 samples: 76 % are within 10 % and 97 % within 20 (24 and 71 as it was).
+# Of floats that are split, cycles on one H100: of a producer for each of its pieces of 16 bytes, for a line of rows
+# that come by smaller ones, and for a float; until copies are there; of a consumer for each slab, and for each of n
+# sums that it scales and adds; of shared memory; what the second slowest unit adds, and a kernel's start. 128 tilings
+# of 13 products, of 300 to 80,000 samples: 76 % are within 10 % and 97 % within 20 (24 and 71 as it was).
 PIECE_CYCLES, SPLIT_LINE_CYCLES, SPLIT_CYCLES, COPIED_CYCLES = 10, 4.5, 30, 310
 MULTIPLY_CYCLES, SUM_CYCLES, SPLIT_SHARED, SECOND, SPLIT_START_US = 140, 2.2, 1.08, 0.46, 2.0
 # Until a slab of rows that 16 bytes do not divide has come, and is rounded: 254 → 254, 139 → 200, 375 → 393 on one H100
