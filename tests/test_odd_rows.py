@@ -17,7 +17,7 @@ from factorlayer.plan.plan import Plan
 
 Tiling = tuple[int, int, int, bool]  # consumers, n, groups held, whether the weight is shifted
 GPU = Gpu.of(90)
-EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11}
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2.0**-21}
 
 
 def product_of(text: str, dtype: str) -> Product:
@@ -91,6 +91,12 @@ CASES: list[tuple[str, str, int, int, Tiling]] = [
     ("untied 0 5 69 38 1; bias; relu; tf32", "tf32", 133, 4, (1, 64, 1, True)),
     ("untied 0 3 38 70 1; tf32", "tf32", 133, 4, (2, 128, 1, False)),
     ("untied 0 3 38 70 1; tf32", "tf32", 133, 4, (2, 128, 1, True)),
+    ("tied 0 1 330 139 1; bias; relu", "float32", 203, 2, (2, 64, 1, False)),
+    ("tied 0 1 75 300 1; bias", "float32", 133, 2, (1, 128, 1, False)),
+    ("tied 0 1 520 100 1", "float32", 133, 1, (2, 128, 1, False)),
+    ("tied 0 1 210 100 1; relu", "float32", 133, 1, (3, 96, 1, False)),
+    ("rank 2; tied 0 1 69 38 1; bias", "float32", 133, 4, (1, 32, 1, False)),
+    ("turned; untied 0 1 50 48 4; bias; relu", "float32", 133, 4, (1, 32, 4, False)),
 ]
 
 
@@ -161,6 +167,19 @@ def test_the_largest_tilings_compile(text: str, dtype: str, usage_of: UsageOf) -
         usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         assert "C75" not in usage.notes, usage
         assert usage.frame <= 40, f"{tiled}: {usage}"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("tied 0 1 2320 232 1", "float32"), ("tied 0 1 3330 3330 1", "float32"), ("tied 0 1 139 900 1", "bfloat16")],
+)
+def test_there_is_a_block_for_each_tile(text: str, dtype: str) -> None:
+    """Also where there are fewer samples than the plan was made for, and the last tile of rows is hardly begun."""
+    for made in wide.tilings(product_of(text, dtype), 16384, GPU):
+        for batch in (1025, 2213, 3000, 4097, 20000):
+            tiles = -(-batch // (made.rows * made.every)) * made.tiles
+            blocks = -(-batch * made.units_per_sample // made.units_per_block) * made.split
+            assert min(blocks, GPU.sms) >= min(tiles, GPU.sms), (made, batch)
 
 
 def test_what_16_bytes_divide_comes_by_them() -> None:

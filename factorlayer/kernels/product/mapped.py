@@ -76,8 +76,9 @@ class Mapped(Pass):
 
     @property
     def units_per_block(self) -> int:
-        """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
-        return max(1, ROWS // self.tiles)
+        """Rows that are worth a block: each takes any tiles, so that these only count blocks. Of a whole tile's rows,
+        blocks would be fewer than tiles where the last one is hardly begun."""
+        return max(1, ROWS // (2 * self.tiles))
 
     @property
     def most_samples(self) -> int:

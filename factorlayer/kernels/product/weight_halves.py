@@ -21,7 +21,7 @@ class WeightHalves(Preparing):
     of: tuple[Wide, ...]
 
     shared = 0
-    threads = 512
+    threads = 128
     us = 0.0
 
     @property
@@ -36,7 +36,7 @@ class WeightHalves(Preparing):
     @property
     def split(self) -> int:
         threads = max(p.weight_rows * 32 if p.splits else p.halves_bytes // 16 for p in self.of)
-        return min(-(-threads // self.threads), 2 * self.of[0].gpu.sms)
+        return min(-(-threads // self.threads), 8 * self.of[0].gpu.sms)
 
     def __str__(self) -> str:
         return f"weights {'split' if self.of[0].splits else 'shifted'}: {self.prepared_bytes} bytes"

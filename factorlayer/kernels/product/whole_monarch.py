@@ -19,7 +19,8 @@ MANY = 8  # blocks for a multiprocessor
 # within 1.5 times, but for the shortest one.
 ROUND_US = 1.2
 AT_ONCE, AT_ONCE_OF_DOUBLES = 3, 2  # blocks of a multiprocessor that wait together, as they share its registers
-HELD_TOGETHER, FIRST_TOGETHER, TILES_TOGETHER = 8, 16, 12  # loads of a thread on their way: whole_monarch.cuh
+# Loads of a thread on their way: whole_monarch.cuh. Of first weights all, where they are no more than MOST_FIRST
+HELD_TOGETHER, FIRST_TOGETHER, MOST_FIRST, TILES_TOGETHER = 8, 16, 24, 12
 MOST_BYTES = 1 << 31
 # Instructions for each product: by columns, a load for HEIGHT of them and one for four; by tiles, three loads for two
 BY_COLUMNS, BY_TILES = 1.7, 3.5
@@ -142,7 +143,7 @@ class MonarchWeight(OfBoth, WholeWeight):
     @property
     def us(self) -> float:
         held = self.ways * self.height * self._groups * self.rank / (THREADS * HELD_TOGETHER)
-        rounds = math.ceil(held) + math.ceil(self.rank / FIRST_TOGETHER)
+        rounds = math.ceil(held) + (1 if self.rank <= MOST_FIRST else math.ceil(self.rank / FIRST_TOGETHER))
         waits = self.gpu.rates.wait_us * rounds * max(1.0, self._turns())
         stored = self._moved_us(self.bytes)
         return START_US + self._issued_us(self.elements * self.rank * BY_COLUMNS) + waits + stored

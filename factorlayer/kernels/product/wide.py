@@ -20,7 +20,8 @@ from factorlayer.kernels.product.runs import Runs, runs_of
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
-PRODUCERS = 128  # threads
+MOST_BESIDE_TWO, WIDEST_BESIDE_TWO = 128, 192  # sums and results of a thread, and a tile, beside two of producers
+PRODUCERS = 128  # threads that bring a slab together
 MIXED = 8  # of a mode before
 LEAST_BESIDE = 65  # features of odd rows: fewer, and such in tf32, take less by a product and the slopes behind it
 MOST_SLOTS = 8
@@ -29,6 +30,7 @@ REGISTERS = {1: (0, 0), 2: (232, 40), 3: (152, 56)}  # of a consumer's and a pro
 MIX_REGISTERS = {1: (0, 0), 2: (224, 56)}  # where producers mix
 SPLIT_REGISTERS = {1: (0, 0), 2: (224, 56), 3: (152, 56)}  # where floats are split, by both
 ODD_REGISTERS = {1: (0, 0), 2: (216, 72), 3: (144, 80)}  # where, besides, rows of x come by small pieces
+BESIDE_TWO = {1: (216, 144), 2: (184, 72)}  # where two warpgroups of producers split or round
 MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 # For a store that does not fill one, on a multiprocessor: 3.2 to 7.6 ns in eight products of 28 to 61 groups that take
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
@@ -36,11 +38,17 @@ PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
 # And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
 WHOLE_ROWS = 0.05
+# Of floats that are split, cycles on one H100: of a producer for each of its pieces of 16 bytes, for a line of rows
+# that come by smaller ones, and for a float; until copies are there; of a consumer for each slab, and for each of n
+# sums that it scales and adds; of shared memory; what the second slowest unit adds, and a kernel's start. 128 tilings
+# of 13 products, of 300 to 80,000 samples: 76 % are within 10 % and 97 % within 20 (24 and 71 as it was).
+PIECE_CYCLES, SPLIT_LINE_CYCLES, SPLIT_CYCLES, COPIED_CYCLES = 10, 4.5, 30, 310
+MULTIPLY_CYCLES, SUM_CYCLES, SPLIT_SHARED, SECOND, SPLIT_START_US = 140, 2.2, 1.08, 0.46, 2.0
 # Until a slab of rows that 16 bytes do not divide has come, and is rounded: 254 → 254, 139 → 200, 375 → 393 on one H100
 SHIFTED_US, PIECES_US = 3.1, 5.2
 # Of the pass that splits a weight (weight_halves.cuh): warps of a multiprocessor, chunks that a warp has asked for
-# before it waits, and bytes of halves that all of them write in a microsecond
-SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES = 32, 4, 2e6
+# before it waits, bytes of halves that all of them write in a microsecond, and those that L2 holds beside the weight
+SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES, HALVES_HELD = 24, 16, 2e6, 20 << 20
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,28 @@ class Wide(Pass):
     @property
     def ahead(self) -> int:
         """Slabs on their way to producers who round, split or mix them."""
+        if self.producers > 1:
+            return (self.slots - 1) // 2 - 1
         return max(1, min(4, self.slots - 2))
+
+    @property
+    def on_their_way(self) -> int:
+        """Slabs on their way to all producers."""
+        return self.ahead if self.producers == 1 else 2 * self.ahead + 1
+
+    @property
+    def producers(self) -> int:
+        """Warpgroups that bring slabs, in turns: two that split, or round what comes by pieces."""
+        waits = self.splits or (self.rounds and (self.shifted or self.copy < 16))
+        room = self.consumers < 3 and self.sums <= MOST_BESIDE_TWO
+        return 2 if waits and room and (self.consumers == 1 or self.n <= WIDEST_BESIDE_TWO) else 1
+
+    @property
+    def sums(self) -> int:
+        """Registers of a consumer's thread for sums, and results that wait."""
+        p, n = self.product, self.n
+        sums = n // 2 + (self.held - 1) * n // 4 if p.size == 2 else (self.held + self.splits) * n // 2
+        return sums + (n * p.size // 8 if p.reads_beside else 0)  # what waits for them, where results will be
 
     @property
     def slabs(self) -> int:
@@ -213,7 +242,7 @@ class Wide(Pass):
 
     @property
     def threads(self) -> int:
-        return 128 * self.consumers + PRODUCERS
+        return 128 * self.consumers + PRODUCERS * self.producers
 
     @property
     def together(self) -> int:
@@ -255,7 +284,13 @@ class Wide(Pass):
         """Whether blocks have to be found along y of the grid."""
         rows = self.batch * self.product.outer
         each = self.rows * self.every
-        return -(-rows // max(1, each // self.tiles)) < min(self.gpu.sms, -(-rows // each) * self.tiles)
+        return -(-rows // self._unit) < min(self.gpu.sms, -(-rows // each) * self.tiles)
+
+    @property
+    def _unit(self) -> int:
+        """Rows that are worth a block: half a tile's, or rows whose last tile is hardly begun had fewer blocks than
+        tiles."""
+        return max(1, self.rows * self.every // (2 * self.tiles))
 
     @property
     def split(self) -> int:
@@ -268,8 +303,7 @@ class Wide(Pass):
     @property
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
-        each = self.rows * self.every
-        return each if self._is_small else max(1, each // self.tiles)
+        return self.rows * self.every if self._is_small else self._unit
 
     @property
     def reads_prepared(self) -> bool:
@@ -300,6 +334,8 @@ class Wide(Pass):
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a consumer's and a producer's thread."""
+        if self.producers > 1:
+            return BESIDE_TWO[self.consumers]
         if self.copy < 16 and self.splits:
             return ODD_REGISTERS[self.consumers]
         tables = SPLIT_REGISTERS if self.splits else MIX_REGISTERS if self.product.mixed >= 0 else REGISTERS
@@ -307,7 +343,8 @@ class Wide(Pass):
 
     @property
     def products(self) -> str:
-        return wgmma("float16" if self.splits else self.product.dtype, {self.n})
+        half = self.n // 2 if self.n >= 64 else self.n  # of columns that are scaled while others are multiplied
+        return wgmma("float16", {half}) if self.splits else wgmma(self.product.dtype, {self.n})
 
     @property
     def rounds(self) -> bool:
@@ -325,7 +362,7 @@ class Wide(Pass):
         told |= {"TURNS": self.runs.turns if self.runs else 0, "SWEPT": self.groups}
         told |= {"STAGED": self.is_staged, "EDGE": self.store, "EVERY": self.every, "SHIFT": self.shift}
         told |= {"BESIDE": p.scalars if p.reads_beside else -1}
-        told |= {"AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
+        told |= {"PRODUCERS": self.producers, "AHEAD": self.ahead, "SPLIT": self.splits, "SCALED": self.scaled_at // 4}
         told |= {"HALVES": self.halves_at // p.size, "SCALES": self.scales_at // 4}
         told |= {"PAIRED": self.is_paired, "CLUSTER": self.cluster > 1, "FROM_LAST": self.from_last}
         told |= {"ROUND_X": self.splits or self.rounds, "ROUND_Y": p.dtype == "tf32" and p.ours_out}
@@ -373,10 +410,8 @@ def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[
         most -= REGISTERS[2][0] - REGISTERS[3][0] if consumers > 2 else 0
         most = MOST_SPLIT[consumers] if splits else most
         for n in _widths(product, run):
-            sums = n // 2 + (held - 1) * n // 4 if size == 2 else (held + splits) * n // 2
-            sums += n * size // 8 if product.reads_beside else 0  # what waits for them, where results will be
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, shifted=shifted)
-            if sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
+            if plan.sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
                 yield plan
     for consumers, runs in itertools.product((1, 2), runs_of(product)):
         plan = Wide(product, consumers, runs.n, runs.held, 2, batch, gpu, shifted=shifted, runs=runs)
@@ -420,24 +455,13 @@ def time(plan: Wide) -> float:
     tiles = -(-plan.batch * product.outer // (plan.rows * plan.every)) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, products, shared memory
-    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
-    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
-    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
-    drain = 0.1  # of a group
     if plan.splits:
-        products, drain = 3 * products + (plan.n + 200) / plan.consumers / gpu.rates.cycles, 0.3
-        read += 512 * plan.rows + 128 * plan.consumers * (64 + 2 * plan.n)
-    elif product.mixed >= 0 or plan.rounds:
-        read += 256 * plan.rows  # mixed or rounded in place
-    if plan.copy < 16:  # a warp's copies touch two lines each
-        rows = plan.rows * plan.parts + (0 if plan.splits else plan.columns)
-        load += 2 * LINE_CYCLES * 128 * rows / (32 * plan.copy) / gpu.rates.cycles
-    if plan.rounds and (plan.shifted or plan.copy < 16):
-        load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.ahead)
-    slab = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+        slab, drain, start = _split_us(plan), 0.0, SPLIT_START_US
+    else:
+        slab, drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
     taken = plan.groups * plan.slabs * slab
     taken += plan.runs.us(plan.consumers, gpu.rates.cycles) if plan.runs else plan.held * drain + _store_us(plan) + 0.5
-    busy = each * taken
+    busy = start + each * taken
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
     moved += plan.batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
@@ -456,15 +480,57 @@ def _store_us(plan: Wide) -> float:
     return store + (result / 80e3 if product.reads_beside else 0)  # of which most comes while products are made
 
 
+def _slab_us(plan: Wide) -> float:
+    """Microseconds of a slab that nobody splits."""
+    product, gpu, size = plan.product, plan.gpu, plan.product.size
+    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
+    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
+    read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
+    if product.mixed >= 0 or plan.rounds:
+        read += 256 * plan.rows  # mixed or rounded in place
+    if plan.copy < 16:  # a warp's copies touch two lines each
+        load += 2 * LINE_CYCLES * 128 * (plan.rows + plan.columns) / (32 * plan.copy) / gpu.rates.cycles
+    if plan.rounds and (plan.shifted or plan.copy < 16):
+        load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.on_their_way)
+    return max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+
+
+def _split_us(plan: Wide) -> float:
+    """Microseconds of a slab of floats: a warpgroup of producers asks for it, waits and splits it, the consumers
+    multiply it, and then its slot is free. What takes longest binds, and the second adds some of its time."""
+    c, n = plan.consumers, plan.n
+    ask, floats = plan.slot_bytes / (16 * PRODUCERS), plan.rows * plan.slab / PRODUCERS  # of a producer
+    ask *= PIECE_CYCLES
+    if plan.copy < 16:  # a row of x touches two lines, in each part
+        x = plan.rows * plan.parts
+        ask += 2 * SPLIT_LINE_CYCLES * x - PIECE_CYCLES * 128 * x / (16 * PRODUCERS)
+    bring = ask + SPLIT_CYCLES * floats
+    multiply = MULTIPLY_CYCLES + 6 * n + SUM_CYCLES * n  # 12 products of n / 2 cycles
+    shared = (plan.slot_bytes + 512 * plan.rows + 128 * c * (128 + 3 * n)) / 128
+    units = sorted(
+        (
+            (bring + (0 if plan.ahead else COPIED_CYCLES)) / plan.producers,
+            multiply,
+            (bring + COPIED_CYCLES + multiply) / plan.slots,
+            SPLIT_SHARED * shared,
+        )
+    )
+    return (units[-1] + SECOND * units[-2]) / plan.gpu.rates.cycles
+
+
 def prepared_us(plan: Wide) -> float:
-    """Microseconds of the pass that shifts the weight, or splits it: a warp takes a row, for its largest number and
-    once more, and waits for each round of chunks."""
-    rates = plan.gpu.rates
+    """Microseconds of the pass that shifts the weight, or splits it: a warp takes a row, for its largest number and, if
+    it is more than a round of chunks, once more, and waits for each round."""
+    rates, gpu = plan.gpu.rates, plan.gpu
     if not plan.splits:
         return rates.behind_us + plan.halves_bytes / HALVES_BYTES
-    rows = -(-plan.weight_rows // (plan.gpu.sms * SPLITTING_WARPS))  # of a warp
+    rows = -(-plan.weight_rows // (gpu.sms * SPLITTING_WARPS))  # of a warp
     rounds = -(-plan.summed * plan.chunks // SPLIT_AT_ONCE)
-    return rates.behind_us + max(2 * rows * rounds * rates.wait_us, plan.halves_bytes / HALVES_BYTES)
+    reads = 1 if rounds == 1 else 2
+    moved = plan.halves_bytes / HALVES_BYTES
+    if plan.halves_bytes > HALVES_HELD:
+        moved = max(moved, (1 + reads) * plan.halves_bytes / (gpu.memory_bytes * gpu.sms))
+    return rates.behind_us + max(reads * rows * rounds * rates.wait_us, moved)
 
 
 def _parts_of_sectors(plan: Wide) -> float:

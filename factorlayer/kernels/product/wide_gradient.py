@@ -24,8 +24,8 @@ PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
 MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
-# Of a producer: for a piece, and for 16 bytes that it takes out of them, or splits as well; and until pieces that are asked for
-# are there, fitted to 16 gradients on one H100
+# Of a producer: for a piece, and for 16 bytes that it takes out of them, or splits as well; and until pieces that are
+# asked for are there, fitted to 16 gradients on one H100
 COPY_CYCLES, TAKE_CYCLES, SPLIT_CYCLES, PIECES_US = 30, 45, 180, 2.0
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
 # get; at most for sums. Producers that take rows apart need as many as all get.

@@ -23,33 +23,37 @@ template <class Pass> struct WeightHalves {
       UNROLL for (int i = 0; i < 4; ++i) x[i] = there && k + i < W::P ? __float_as_uint(from[k + i]) : 0;
     }
   }
-  // A warp takes a row, eight lanes a chunk.
+  // A warp takes a row, eight lanes a chunk. A round's are on their way at once; where there is one, they stay in registers.
   template <class W> DEVICE void split() const {
+    constexpr int kAll = W::TERMS * W::CHUNKS, kTogether = kAll <= 4 ? 1 : kAll <= 8 ? 2 : 4, kRound = 4 * kTogether;
     const int lane = threadIdx.x % 32, piece = lane % 8 * 4, warps = gridDim.y * (Pass::THREADS / 32);
     char* to = static_cast<char*>(params.y);
     ROLL for (int row = blockIdx.y * (Pass::THREADS / 32) + threadIdx.x / 32; row < W::ROWS; row += warps) {
-      const auto load = [&](int term, int chunk, u32 (&x)[4], u32 (&y)[4]) {
-        const float* from = static_cast<const float*>(params.weights[W::WEIGHT]) + (i64(term) * W::ROWS + row) * W::P;
-        const int k = chunk * 2 * W::PART + piece;
-        load_four<W>(from, k, x, piece < W::PART);
-        load_four<W>(from, k + W::PART, y, piece < W::PART);
+      u32 x[kTogether][2][4];
+      const auto load = [&](int first) {
+        UNROLL for (int j = 0; j < kTogether; ++j) {
+          const int i = first + j * 4 + lane / 8, term = i / W::CHUNKS, k = i % W::CHUNKS * 2 * W::PART + piece;
+          const float* from = static_cast<const float*>(params.weights[W::WEIGHT]) + (i64(term) * W::ROWS + row) * W::P;
+          UNROLL for (int part = 0; part < 2; ++part)
+            load_four<W>(from, k + part * W::PART, x[j][part], piece < W::PART && i < kAll);
+        }
       };
       float most[1] = {};
-      ROLL for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
-        u32 x[4], y[4];
-        load(i / W::CHUNKS, i % W::CHUNKS, x, y);
-        most[0] = larger_of(larger_of(most[0], x), y);
+      ROLL for (int first = 0; first < kAll; first += kRound) {
+        load(first);
+        UNROLL for (int j = 0; j < kTogether; ++j) most[0] = larger_of(larger_of(most[0], x[j][0]), x[j][1]);
       }
       most_of<32>(most);
       const Scale scale(most[0]);
-      ROLL for (int i = lane / 8; i < W::TERMS * W::CHUNKS; i += 4) {
-        const int term = i / W::CHUNKS, chunk = i % W::CHUNKS;
-        u32 x[4], y[4], high[4], low[4];
-        load(term, chunk, x, y);
-        scale.split(x, y, high, low);
-        char* place = to + W::AT + ((i64(term) * W::ROWS + row) * W::CHUNKS + chunk) * 256 + piece * 4;
-        store_global<16>(place, high);
-        store_global<16>(place + 128, low);
+      ROLL for (int first = 0; first < kAll; first += kRound) {
+        if constexpr (kAll > kRound) load(first);
+        UNROLL for (int j = 0; j < kTogether; ++j) {
+          const int i = first + j * 4 + lane / 8;
+          u32 high[4], low[4];
+          scale.split(x[j][0], x[j][1], high, low);
+          char* place = to + W::AT + ((i64(i / W::CHUNKS) * W::ROWS + row) * W::CHUNKS + i % W::CHUNKS) * 256 + piece * 4;
+          if (i < kAll) store_global<16>(place, high), store_global<16>(place + 128, low);
+        }
       }
       if (lane == 0) store_global(reinterpret_cast<float*>(to + W::SCALES) + row, scale.back);
     }

@@ -91,7 +91,7 @@ template <class Pass> struct MonarchWeight : OfBoth<Pass> {
   static constexpr int kRows = kWays * HEIGHT, kTileQ = kApart ? HEIGHT : kRows, kTileL = kApart ? kWays : 1;
   static constexpr int kTilesL = ceil_div(L, kTileL), kTiles = kAcross * kTilesL * ceil_div(Q, kTileQ);
   static constexpr int kLine = (kRows + 16 / kSize) * kSize;  // bytes: four (k, r)'s are in different banks
-  static constexpr int kTogether = 16;                        // r's whose first weights are on their way
+  static constexpr int kTogether = R <= 24 ? R : 16;          // r's whose first weights are on their way
   DEVICE MonarchWeight(const Params& given) : Base(given) {}
 
   DEVICE void hold(int l, int q, int k) const {

@@ -3,8 +3,8 @@
 //     Y[m, j] = sum_k X[m, k] W[j, k]      m: samples (of tied weights: samples and outer), j: q in some order
 //
 // Groups, terms and the layout of y are those of streamed.cuh. A block takes tiles of 64 x CONSUMERS rows and N columns of
-// sums for HELD neighbouring groups, one group after the other. Producer warps fill a ring of SLOTS slabs of 128 bytes of
-// k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
+// sums for HELD neighbouring groups, one group after the other. PRODUCERS warpgroups take turns to fill a ring of SLOTS slabs of
+// 128 bytes of k; each consumer warpgroup has 64 rows. With 16 bits, x is operand A and the weights are B, both from shared memory. With
 // 32 bits the weights are A: they come through registers, where they are rounded to tf32; producers round what they copied of
 // x, if nobody has. Floats that are to be exact are multiplied as halves (halves.cuh), of slabs of 64 k's: weight_halves.cuh
 // has made those of the weights, producers make x's where they have copied it.
@@ -29,8 +29,8 @@
 // Pass:  Element, Activation, BESIDE (the parameter that the state is, or -1), BIAS, WEIGHT, P, Q, OUTER, GROUPS, FAST,
 //        NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, X_TERM, Y_TERM, TERMS and TERM_BLOCKS as in streamed.cuh, SPAN
 //        (tiles of rows whose blocks run side by side), FROM_LAST (the last tiles come first), CONSUMERS, N, HELD, RUN,
-//        TURNS (runs of a tile's row that go through shared memory, or 0) and SWEPT (groups of a tile then, or HELD), SLOTS,
-//        COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
+//        TURNS (runs of a tile's row that go through shared memory, or 0) and SWEPT (groups of a tile then, or HELD), PRODUCERS,
+//        SLOTS, COPY and STORE (bytes of one access to x and y), EVERY, SHIFT (what divides all places in a piece; 0: rows begin
 //        with one), STAGED, EDGE (bytes of an access to y at the ends of its rows), PAIRED (a thread has whole sectors), CLUSTER (two blocks have), ROUND_X and
 //        ROUND_Y (to tf32), SPLIT (float as three products of halves), HALVES and SCALES (where those of the weight lie,
 //        in elements), MIXED (the weight of the mode before, or -1), AHEAD (slabs on their way to producers who round or mix),
@@ -64,7 +64,7 @@ template <class Pass> struct Wide {
   static constexpr int kPart = Pass::SPLIT ? round_up(ceil_div(P, 2 * kChunks), kPiece) : 128 / kSize, BK = kParts * kPart;
   // A row of a weight, and from one part of a slab to the next: as it lies, or as weight_halves.cuh puts it
   static constexpr int kWeightRow = Pass::SPLIT ? kChunks * 64 : kShifted ? kChunks * kPart : P, kWeightPart = Pass::SPLIT ? 32 : kPart;
-  static constexpr int kConsumers = 128 * Pass::CONSUMERS;
+  static constexpr int kConsumers = 128 * Pass::CONSUMERS, PRODUCERS = Pass::PRODUCERS;
   static constexpr int kSlabs = Pass::TERMS * kChunks;  // of a group
   static constexpr int kBlocks = Pass::CLUSTER ? 2 : 1;  // that take groups of a tile together
   static constexpr int kGroups = Pass::SWEPT, kWidth = Pass::TURNS > 0 ? Pass::TURNS * B : kColumns;  // of a tile
@@ -177,7 +177,7 @@ template <class Pass> struct Wide {
     at.weight += (i64(Pass::GROUPS > 1 ? 0 : at.tile.term) * Q + (kEven ? weight_row(j) : 0)) * kWeightRow;
     if constexpr (kShifted) at.weight += at.tile.first % EVERY * kWeights;
     at.left_weight = Q - j;
-    if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread);
+    if constexpr (Pass::BESIDE >= 0 && (HELD == FAST || B == Q)) fetch_beside(at.tile, thread + producer() * 128);
   }
   static constexpr i64 kWeights = i64(Pass::TERMS) * (Pass::GROUPS > 1 ? Pass::GROUPS : Pass::TERM_BLOCKS) * Q * kWeightRow;  // of one shift
   // Its part of the state is in L2 when the consumers, who have no registers to load it ahead, come to the tile.
@@ -185,7 +185,7 @@ template <class Pass> struct Wide {
     constexpr int kEach = HELD == FAST ? FAST : 1;  // numbers of a column, side by side
     constexpr int kLine = 128 / kSize, kLines = ceil_div(kColumns * kEach, kLine);
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]) + feature(tile, tile.q, tile.fast);
-    ROLL for (int i = thread; i < kRows * kLines; i += 128) {
+    ROLL for (int i = thread; i < kRows * kLines; i += 128 * PRODUCERS) {
       const i64 row = row_at(tile, i / kLines);
       const int column = i % kLines * kLine;
       if (row < rows() && tile.q + column / kEach < Q) prefetch(state + place(row, Pass::Y_SAMPLE, Q) + column);
@@ -266,29 +266,34 @@ template <class Pass> struct Wide {
       }
     }
   }
-  // The same as halves: eight threads have a row of both parts, and put its high halves where the first was, low ones where
-  // the second was.
+  // The same as halves, high ones where the row's first part was, low ones where the second was. Threads side by side have a
+  // row, as few as leave none without one, since they wait for each other's largest; its pieces have been copied by their warp.
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
-    constexpr int kCount = ceil_div(kRows, 16), kTogether = kCount % 4 == 0 ? 4 : kCount % 3 == 0 ? 3 : kCount % 2 ? 1 : 2;
-    static_assert(kCount % kTogether == 0);
-    UNROLL for (int i = 0; i < kCount; i += kTogether) {
-      u32 x[kTogether][2][4] = {};
-      float most[kTogether];
-      UNROLL for (int j = 0; j < kTogether; ++j) {
-        if (is_whole<kRows>(i + j, thread))
-          UNROLL for (int part = 0; part < 2; ++part) load_u32x4(from + part * N * 128 + (i + j) * 2048, x[j][part]);
-        most[j] = larger_of(larger_of(0.f, x[j][0]), x[j][1]);
+    constexpr int kSide = kRows % 64 == 0 ? 2 : kRows % 32 == 0 ? 4 : 8, kMine = 8 / kSide;  // pieces of each part
+    constexpr int kCount = ceil_div(kRows, 128 / kSide);
+    const int first = thread / 32 * 4 + thread / kSide % 4 + thread % 32 / (4 * kSide) * 16, piece = thread % kSide * kMine;
+    __syncwarp();
+    UNROLL for (int i = 0; i < kCount; ++i) {
+      const int row = first + i * (128 / kSide);
+      const bool is_row = kRows % (128 / kSide) == 0 || row < kRows;
+      const auto place = [&](int j, int part) { return from + part * N * 128 + swizzled(row, piece + j); };
+      u32 x[kMine][2][4] = {};
+      float most[1] = {};
+      UNROLL for (int j = 0; j < kMine; ++j) {
+        if (is_row)
+          UNROLL for (int part = 0; part < 2; ++part) load_u32x4(place(j, part), x[j][part]);
+        most[0] = fmaxf(most[0], larger_of(larger_of(0.f, x[j][0]), x[j][1]));
       }
-      most_of<8>(most);
-      UNROLL for (int j = 0; j < kTogether; ++j) {
-        const Scale scale(most[j]);
+      most_of<kSide>(most);
+      const Scale scale(most[0]);
+      if (!is_row) continue;
+      UNROLL for (int j = 0; j < kMine; ++j) {
         u32 high[4], low[4];
         scale.split(x[j][0], x[j][1], high, low);
-        if (!is_whole<kRows>(i + j, thread)) continue;
-        store_u32x4(from + (i + j) * 2048, high);
-        store_u32x4(from + N * 128 + (i + j) * 2048, low);
-        if (thread % 8 == 0) store_shared(scales + (thread / 8 + (i + j) * 16) * 4, __float_as_uint(scale.back));
+        store_u32x4(place(j, 0), high);
+        store_u32x4(place(j, 1), low);
       }
+      if (thread % kSide == 0) store_shared(scales + row * 4, __float_as_uint(scale.back));
     }
   }
 
@@ -314,28 +319,32 @@ template <class Pass> struct Wide {
     }
   }
 
-
+  // Which of the warpgroups that bring slabs in turns this thread's is
+  DEVICE int producer() const { return warpgroup - Pass::CONSUMERS; }
   // A slab is given to the consumers once its copies are there: AHEAD slabs later, if x is to be rounded or mixed.
   DEVICE void produce(int thread) const {
     Cursor at;
     at.n = first_tile();
     begin_tile(at, thread);
-    int oldest = 0, waiting = 0;
-    RingCursor<Pass::SLOTS> cursor{0, 1};
+    const int first = PRODUCERS > 1 ? producer() : 0;
+    ROLL for (int i = 0; i < first; ++i) advance(at, thread);
+    int oldest = first, waiting = 0;
+    RingCursor<Pass::SLOTS> cursor{first, 1};
     const u32 place = memory + swizzled(thread / 8, thread % 8);
     [[maybe_unused]] const u32 weights = mixing(params);
     const auto finish_oldest = [&] {
-      if constexpr (kMixes || kCopy < 16) sync_warpgroup(Pass::CONSUMERS);  // others have copied it, too
+      if constexpr (kMixes || kCopy < 16) sync_warpgroup(warpgroup);  // others have copied it, too
       if constexpr (kMixes)
         mix_rows(memory + kX + oldest * kSlotBytes, weights, thread);
       else if constexpr (Pass::SPLIT)
-        split_rows(place + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
+        split_rows(memory + kX + oldest * kSlotBytes, memory + kScales + oldest * kScaleBytes, thread);
       else
         round(place + kX + oldest * kSlotBytes, thread);
-      arrive(slots.full(oldest));
-      if (++oldest == Pass::SLOTS) oldest = 0;
+      slots.hand_over(oldest);
+      oldest += oldest + PRODUCERS < Pass::SLOTS ? PRODUCERS : PRODUCERS - Pass::SLOTS;
     };
-    for (; is_in(at); advance(at, thread)) {
+    const auto next = [&] { UNROLL for (int i = 0; i < PRODUCERS; ++i) advance(at, thread); };
+    for (; is_in(at); next()) {
       slots.wait_until_empty(cursor);
       copy_slab(at, thread, memory + cursor.slot * kSlotBytes);
       if constexpr (kPrepares) {
@@ -347,7 +356,7 @@ template <class Pass> struct Wide {
       } else {
         arrive_with_copies(slots.full(cursor.slot));
       }
-      cursor.next();
+      cursor.skip(PRODUCERS);
     }
     if constexpr (kPrepares) {
       wait_for_copies<0>();
@@ -707,7 +716,7 @@ template <class Pass> struct Wide {
   };
   DEVICE u32 next_slab(Taking& at) const {
     slots.wait_until_full(at.cursor);
-    fence_copy_engine();
+    if constexpr (!kPrepares) fence_copy_engine();  // or those who have prepared it have had one
     at.last = at.cursor.slot;
     at.cursor.next();
     return slots.at(at.last);
@@ -782,11 +791,13 @@ template <class Pass> struct Wide {
     release(at.last);
   }
 
+  // Parts of the columns, of which one's sums are scaled while the other's products are made
+  static constexpr int kSplitParts = N >= 64 ? 2 : 1, kSplitN = N / kSplitParts;
   // As exact as FMA: three of the four products of halves count. What the matrix unit adds to it truncates, so those of high
   // halves come last, and each slab starts from zero. Rows of x are scaled for a slab, those of the weight for all. Other
   // warpgroups' products fill the waits.
   DEVICE void add_up_split(float (&sum)[N / 2], const Tile& tile, int fast, Taking& at) const {
-    float some[N / 2];
+    float some[kSplitParts][kSplitN / 2];
     const i64 block = Pass::GROUPS > 1 ? weight_of(tile, fast) : tile.term;
     float scale[2];
     UNROLL for (int half = 0; half < 2; ++half) {
@@ -796,7 +807,7 @@ template <class Pass> struct Wide {
       load_made<4>(scales + weight_row(j), word, j < Q && fast < FAST);
       scale[half] = __uint_as_float(word[0]);
     }
-    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] = some[i] = 0;
+    UNROLL for (int i = 0; i < N / 2; ++i) sum[i] = some[i / (kSplitN / 2)][i % (kSplitN / 2)] = 0;
     ROLL for (int slab = 0; slab < kSlabs; ++slab) {
       const u32 from = next_slab(at), scales = memory + kScales + at.last * kScaleBytes + threadIdx.x % 4 * 8;
       const u64 high = operand(from + kX), low = operand(from + kX + N * 128);
@@ -806,25 +817,34 @@ template <class Pass> struct Wide {
           load_left(a[part][step], from + part * M * 128, step);
           settle(a[part][step]);
         }
-      open_products();
-      UNROLL for (int step = 0; step < kSteps; ++step) {
-        Wgmma<f16, N>::multiply(some, a[1][step], high + 2 * step, step > 0);
-        Wgmma<f16, N>::multiply(some, a[0][step], low + 2 * step);
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        open_products();
+        UNROLL for (int step = 0; step < kSteps; ++step) {
+          const u64 k = part * kSplitN * 8 + 2 * step;
+          Wgmma<f16, kSplitN>::multiply(some[part], a[1][step], high + k, step > 0);
+          Wgmma<f16, kSplitN>::multiply(some[part], a[0][step], low + k);
+        }
+        commit_products();
       }
-      commit_products();
-      wait_for_products<0>();
-      touch(some);
-      UNROLL for (float& x : some) x *= 1 / 2048.f;
-      touch(some);
-      open_products();
-      UNROLL for (int step = 0; step < kSteps; ++step) Wgmma<f16, N>::multiply(some, a[0][step], high + 2 * step);
-      commit_products();
-      wait_for_products<0>();
-      touch(some);
-      UNROLL for (int n = 0; n < N / 8; ++n) {
-        u32 scale[2];
-        load_u32x2(scales + n * 32, scale);
-        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += some[n * 4 + i] * __uint_as_float(scale[i % 2]);
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        wait_for_products<kSplitParts - 1>();
+        touch(some[part]);
+        UNROLL for (float& x : some[part]) x *= 1 / 2048.f;
+        touch(some[part]);
+        open_products();
+        UNROLL for (int step = 0; step < kSteps; ++step)
+          Wgmma<f16, kSplitN>::multiply(some[part], a[0][step], high + part * kSplitN * 8 + 2 * step);
+        commit_products();
+      }
+      UNROLL for (int part = 0; part < kSplitParts; ++part) {
+        part + 1 < kSplitParts ? wait_for_products<1>() : wait_for_products<0>();
+        touch(some[part]);
+        UNROLL for (int n = 0; n < kSplitN / 8; ++n) {
+          u32 scale[2];
+          load_u32x2(scales + (part * kSplitN + n * 8) * 4, scale);
+          UNROLL for (int i = 0; i < 4; ++i)
+            sum[part * (kSplitN / 2) + n * 4 + i] += some[part][n * 4 + i] * __uint_as_float(scale[i % 2]);
+        }
       }
       touch(sum);
       release(at.last);
@@ -939,7 +959,7 @@ template <class Pass> struct Wide {
       else
         consume();
     } else {
-      give_registers<Pass::FEWER>(), produce(threadIdx.x - kConsumers);
+      give_registers<Pass::FEWER>(), produce((threadIdx.x - kConsumers) % 128);
     }
     if constexpr (Pass::CLUSTER) sync_cluster();  // the other block may still give or take
   }
