@@ -161,11 +161,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         UNROLL for (int j = 0; j < Math::kFlush; ++j)
           if (kSteps % Math::kFlush == 0 || k + j < kSteps) step<S, Math::kStep, STEP_A>(part, a, b, (k + j) * Math::kStep);
       };
-      if constexpr (NEW && kSteps <= Math::kFlush) return some(y, 0);
-      UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
-        Sums<S> part = {};
-        some(part, k);
-        add_sums(y, part);
+      if constexpr (NEW && kSteps <= Math::kFlush) {
+        some(y, 0);
+      } else {
+        UNROLL_BY(2) for (int k = 0; k < kSteps; k += Math::kFlush) {
+          Sums<S> part = {};
+          some(part, k);
+          add_sums(y, part);
+        }
       }
     } else {
       UNROLL_BY(kSteps <= 8 ? kSteps : 4) for (int k = 0; k < kWhole; ++k)

@@ -267,9 +267,10 @@ template <class Pass> struct Wide {
     }
   }
   // The same as halves, high ones where the row's first part was, low ones where the second was. Threads side by side have a
-  // row, as few as leave none without one, since they wait for each other's largest; its pieces have been copied by their warp.
+  // row, as few as leave none without one and as their registers hold, since they wait for each other's largest; its pieces have
+  // been copied by their warp.
   DEVICE void split_rows(u32 from, u32 scales, int thread) const {
-    constexpr int kSide = kRows % 64 == 0 ? 2 : kRows % 32 == 0 ? 4 : 8, kMine = 8 / kSide;  // pieces of each part
+    constexpr int kSide = kRows % 64 == 0 && Pass::CONSUMERS < 3 ? 2 : kRows % 32 == 0 ? 4 : 8, kMine = 8 / kSide;  // pieces of each part
     constexpr int kCount = ceil_div(kRows, 128 / kSide);
     const int first = thread / 32 * 4 + thread / kSide % 4 + thread % 32 / (4 * kSide) * 16, piece = thread % kSide * kMine;
     __syncwarp();
