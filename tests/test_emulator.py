@@ -2344,6 +2344,8 @@ LEAVING = Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM)
 STREAMED = Case(monarch((8, 9, 4), (6, 10, 5)), "bfloat16", 70, LARGE)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((8, 136), (64, 16), rank=16), "bfloat16", 300, SOME, processors=4)
+WIDE_OF_FLOATS = Case(monarch((2, 256), (256, 4), rank=64), "float32", 300, SOME, processors=4)
+FENCE_OF_SLABS = "if constexpr (!kPrepares) fence_copy_engine();  // or those who have prepared it have had one"
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
@@ -2371,7 +2373,13 @@ PLANTED = {
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(ring.empty(slot), phase);", "", "nobody goes on"),
     "no-wait-for-a-mapped-slot": (PAIR_BY_MAP, "wait_for_bytes(ring.empty(slot), phase);", "", "more arrivals"),
     "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
-    "no-fence-of-slabs": (WIDE, "fence_copy_engine();\n    at.last", "at.last", "no fence: a matrix unit"),
+    "no-fence-of-slabs": (WIDE, FENCE_OF_SLABS + "\n    at.last", "at.last", "no fence: a matrix unit"),
+    "no-fence-of-split-slabs": (
+        WIDE_OF_FLOATS,
+        "fence_copy_engine();\n    arrive(full(slot));",
+        "arrive(full(slot));",
+        "no fence: a matrix unit",
+    ),
     "no-wait-for-a-chunk": (STRIP, "wait_for_copies<SLOTS - 2>();", ";", "has not landed"),
     "no-sync-of-strips": (STRIP, "__syncthreads();  // the chunk", "// the chunk", "race"),
     "no-wait-for-a-strip": (STRIPS_IN_TURN, "wait_for_copies<SLOTS - 1>();", ";", "has not landed"),

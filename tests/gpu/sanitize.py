@@ -75,7 +75,7 @@ LAYERS = [
     ("monarch", "2x101 120x2", 2060, "bfloat16", 4),
     ("kronecker", "40 40", 20, "float64"),
     ("kronecker", "64 64", 100, "bfloat16"),
-    ("monarch", "2x512 256x4", 256, "float32", 32),
+    ("monarch", "2x256 256x4", 256, "float32", 64),
     ("monarch", "4x56 56x4", 2060, "bfloat16", 16),
 ]  # fmt: skip
 # The same, of layers whose gradients are made as well
@@ -102,7 +102,7 @@ TRAINED = [
     ("monarch", "9x20 15x9", 70, "float64", 3),
     ("monarch", "32 48", 70, "bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
-    ("monarch", "32 16", 70, "bfloat16", 4),
+    ("monarch", "8x512 128x2", 70, "bfloat16", 64),
 ]  # fmt: skip
 # The same with a bias and gelu, back through which they go
 ACTIVATED = [
