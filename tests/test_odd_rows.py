@@ -3,6 +3,8 @@ CPU, that they are right."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from compiled import UsageOf
@@ -16,6 +18,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import Plan
 
 Tiling = tuple[int, int, int, bool]  # consumers, n, groups held, whether the weight is shifted
+Again = tuple[Callable[[Array, int], Array], Array]  # what runs a plan of an x and a seed, and an x
 GPU = Gpu.of(90)
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2.0**-21}
 
@@ -56,7 +59,8 @@ def right(chain: Chain, x: Array, weight: Array, bias: Array | None) -> Array:
         y = np.einsum("ngp,gqp->ngq", x.reshape(len(x), -1, c.p), weight)
         y = y.reshape(len(x), c.outer, c.inner, c.q).swapaxes(2, 3)
     y = y.reshape(len(x), -1) + (0 if bias is None else bias)
-    return np.maximum(y, 0) if chain.activation == "relu" else y
+    y = np.maximum(y, 0) if chain.activation == "relu" else y
+    return y.reshape(len(x), *chain.turn).swapaxes(2, 3).reshape(len(x), -1) if chain.turn else y
 
 
 # Rows of x that begin anywhere in a piece, or at even places, all, every second, fourth and eighth in a tile; by pieces
@@ -100,31 +104,38 @@ CASES: list[tuple[str, str, int, int, Tiling]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "dtype", "batch", "processors", "tiling"), CASES, ids=str)
-def test_is_right_in_any_order_and_keeps_samples_apart(
-    text: str, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
-) -> None:
-    found = plan_of(text, dtype, batch, processors, tiling)
-    x, weight, bias = tensors_of(found.chain, dtype, batch)
+def is_right_and_keeps_samples_apart(found: Plan, dtype: str, batch: int, processors: int, emulator: Emulator) -> Again:
+    """A plan of one product; how to run it again."""
+    chain = found.chain
+    x, weight, bias = tensors_of(chain, dtype, batch)
     kernels = emulator.compile(found)
-    (y,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=1)
-    assert not errors
-    y = y.reshape(batch, -1)
-    wanted = right(found.chain, x, weight, bias)
+
+    def run(x: Array, seed: int) -> Array:
+        (y,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=seed)
+        assert not errors
+        return y.reshape(batch, -1)
+
+    y, wanted = run(x, 1), right(chain, x, weight, bias)
     assert np.linalg.norm(y - wanted) <= EPS[dtype] * np.linalg.norm(wanted)
 
     for value, seed in ((np.nan, 2), (np.inf, 3)):
         sick = x.copy()
         sick[batch // 2] = value
-        (broken,), errors = emulator.run(found, kernels, sick, [weight], bias, processors, seed=seed)
-        assert not errors
-        broken = broken.reshape(batch, -1)
         others = np.arange(batch) != batch // 2
-        np.testing.assert_array_equal(broken[others], y[others])
+        np.testing.assert_array_equal(run(sick, seed)[others], y[others])
+    return run, x
+
+
+@pytest.mark.parametrize(("text", "dtype", "batch", "processors", "tiling"), CASES, ids=str)
+def test_is_right_in_any_order_and_keeps_samples_apart(
+    text: str, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
+) -> None:
+    found = plan_of(text, dtype, batch, processors, tiling)
+    run, x = is_right_and_keeps_samples_apart(found, dtype, batch, processors, emulator)
     p = found.chain.contractions[0].p  # one number, which the last slab of its row has again
     x[batch // 2, max(0, (p - 1) // 64 * 64 - 1)] = np.inf
-    (broken,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=4)
-    assert not errors and np.isinf(broken).any()
+    broken = run(x, 4)
+    assert np.isinf(broken).any()
     assert np.isnan(broken).any() == (found.chain.rank > 1)  # where terms have other signs
 
 

@@ -3,11 +3,10 @@ and, on a CPU, that they are right."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from compiled import UsageOf
 from emulator.driver import Emulator
-from test_odd_rows import EPS, GPU, OPTIONS, right, tensors_of
+from test_odd_rows import GPU, OPTIONS, is_right_and_keeps_samples_apart, tensors_of
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.product import wide
@@ -59,22 +58,7 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
     text: str, dtype: str, batch: int, processors: int, tiling: Tiling, emulator: Emulator
 ) -> None:
     found = plan_of(text, dtype, batch, processors, tiling)
-    chain = found.chain
-    x, weight, bias = tensors_of(chain, dtype, batch)
-    kernels = emulator.compile(found)
-    (y,), errors = emulator.run(found, kernels, x, [weight], bias, processors, seed=1)
-    assert not errors
-    y = y.reshape(batch, -1)
-    wanted = right(chain, x, weight, bias)
-    wanted = wanted.reshape(batch, *chain.turn).swapaxes(2, 3).reshape(batch, -1) if chain.turn else wanted
-    assert np.linalg.norm(y - wanted) <= EPS[dtype] * np.linalg.norm(wanted)
-    for value, seed in ((np.nan, 2), (np.inf, 3)):
-        sick = x.copy()
-        sick[batch // 2] = value
-        (broken,), errors = emulator.run(found, kernels, sick, [weight], bias, processors, seed=seed)
-        assert not errors
-        others = np.arange(batch) != batch // 2
-        np.testing.assert_array_equal(broken.reshape(batch, -1)[others], y[others])
+    is_right_and_keeps_samples_apart(found, dtype, batch, processors, emulator)
 
 
 STORE, KEEP = "      __syncwarp();\n      runs.store(", "      __syncwarp();\n      if constexpr (Runs"

@@ -35,8 +35,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         if tiled is None:
             continue
         found = Plan(chain, dtype, batch, gpu, tiled)
-        if _weight(found) < weight:
-            best, weight = found, _weight(found)
+        if (own := _weight(found)) < weight:
+            best, weight = found, own
     if best is None or (chain.rank > 1 and len(best.passes) > 1):
         best = _one_by_one(chain, dtype, batch, gpu, best)
     if chain.inputs or chain.slope:
