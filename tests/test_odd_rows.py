@@ -147,7 +147,7 @@ PAIRS = "move_pairs(tile, half, [&](u32 at, int i) {\n        if"
     [
         ("? min(16, rest) : 0", "? 16 : 0", "outside of the tensors"),
         ("__syncwarp();\n      move_pairs(tile, half, [&](u32 at, int i) {\n        if", PAIRS, "race"),
-        ("__syncwarp();\n      move_rows(tile, half, [&](i64 to", "move_rows(tile, half, [&](i64 to", "race"),
+        ("__syncwarp();\n      ROLL for (int i = threadIdx.x % 32", "ROLL for (int i = threadIdx.x % 32", "race"),
         ("kTurned || kShifted", "kTurned", "race"),
     ],
 )

@@ -585,25 +585,19 @@ template <class Pass> struct Wide {
     const u32 at = first + int(begin_of(tile, row_of(tile, 0, half)) & 7) * 2;
     UNROLL for (int n = 0; n < N / 8; ++n) move(at + n * 16, n * 2 + half);
   }
-  // whole or part(elements behind the tensor's first one, where they lie)
-  template <class Whole, class Part>
-  DEVICE void move_rows(const Tile& tile, int half, const Whole& whole, const Part& part) const {
-    const int width = min(N, Q - tile.q);
-    ROLL for (int i = threadIdx.x % 32; i < 8 * kPieces; i += 32) {
-      const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces), begin = begin_of(tile, row);
-      const int column = i % kPieces * 8 - int(begin & 7);
-      if (row >= rows() || column >= width) continue;
-      const u32 at = results() + i / kPieces * kResultRow + i % kPieces * 16;
-      if (column >= 0 && column + 8 <= width) {
-        whole(begin + column, at);
-      } else {
-        UNROLL for (int e = 0; e < 8; e += kEdge)
-          if (column + e >= 0 && column + e < width) part(begin + column + e, at + e * 2);
-      }
-    }
+  // Of a piece that a lane moves, one of 8 * kPieces: where it lies, and its first column there, which may be in front
+  struct Piece {
+    u32 at;
+    i64 row, begin;
+    int column;
+  };
+  DEVICE Piece piece_of(const Tile& tile, int half, int i) const {
+    const i64 row = row_at(tile, threadIdx.x / 32 * 16 + half * 8 + i / kPieces), begin = begin_of(tile, row);
+    return {results() + i / kPieces * kResultRow + i % kPieces * 16, row, begin, i % kPieces * 8 - int(begin & 7)};
   }
   DEVICE void store_rows(const Held& held, const Tile& tile) const {
     Element* y = static_cast<Element*>(params.y);
+    const int width = min(N, Q - tile.q);
     UNROLL for (int half = 0; half < 2; ++half) {
       __syncwarp();
       move_pairs(tile, half, [&](u32 at, int i) {
@@ -613,26 +607,54 @@ template <class Pass> struct Wide {
           store_shared(at, u16(held[0][i])), store_shared(at + 2, u16(held[0][i] >> 16));
       });
       __syncwarp();
-      move_rows(tile, half, [&](i64 to, u32 at) { store_words<16>(y + to, load_words<16>(at)); },
-                [&](i64 to, u32 at) { store_words<Pass::EDGE>(y + to, load_words<Pass::EDGE>(at)); });
+      ROLL for (int i = threadIdx.x % 32; i < 8 * kPieces; i += 32) {
+        const auto [at, row, begin, column] = piece_of(tile, half, i);
+        if (row >= rows() || column >= width) continue;
+        if (column >= 0 && column + 8 <= width) {
+          store_words<16>(y + begin + column, load_words<16>(at));
+        } else {
+          UNROLL for (int e = 0; e < 8; e += kEdge)
+            if (column + e >= 0 && column + e < width)
+              store_words<Pass::EDGE>(y + begin + column + e, load_words<Pass::EDGE>(at + e * 2));
+        }
+      }
     }
   }
-  template <int BYTES> static DEVICE void fetch(u32 to, const Element* from) {
-    u32 x[BYTES < 4 ? 1 : BYTES / 4];
-    load_global<BYTES>(from, x, true);
-    if constexpr (BYTES == 16)
-      store_u32x4(to, x);
-    else if constexpr (BYTES == 2)
-      store_shared(to, u16(x[0]));
-    else
-      UNROLL for (int i = 0; i < BYTES / 4; ++i) store_shared(to + i * 4, x[i]);
+  // 16 bytes that begin at a piece, of a state that ends at `end`
+  static DEVICE void load_piece(u32 (&word)[4], const Element* state, i64 at, i64 end) {
+    if (at + 8 <= end) return load_global<16>(state + at, word, true);
+    UNROLL for (int e = 0; e < 8; ++e)
+      if (at + e < end) word[e / 2] |= u32(state[at + e].bits) << e % 2 * 16;
   }
+  // All pieces, or as many as registers have, are asked for before the first one is waited for. What they have beside the row's is
+  // not looked at.
   DEVICE void load_rows(Held& held, const Tile& tile) const {
+    constexpr int kEach = ceil_div(8 * kPieces, 32);  // pieces of a lane
+    constexpr bool kAll = kEach <= 6;
+    constexpr int kAtOnce = kAll ? kEach : 4;
     const Element* state = static_cast<const Element*>(params.weights[Pass::BESIDE]);
+    const i64 end = tile.term * y_term() + params.batch * Pass::Y_SAMPLE;
+    const int lane = threadIdx.x % 32, width = min(N, Q - tile.q);
+    u32 piece[kAll ? 2 : 1][kAtOnce][4];
+    const auto ask = [&](int half, int first) {
+      UNROLL for (int j = 0; j < kAtOnce && first + j < kEach; ++j) {
+        const int i = (first + j) * 32 + lane;
+        const auto [at, row, begin, column] = piece_of(tile, half, i);
+        auto& word = piece[kAll ? half : 0][j];
+        word[0] = word[1] = word[2] = word[3] = 0;
+        if (i < 8 * kPieces && row < rows() && column < width) load_piece(word, state, begin + column, end);
+      }
+    };
+    if constexpr (kAll) ask(0, 0), ask(1, 0);
     UNROLL for (int half = 0; half < 2; ++half) {
       __syncwarp();
-      move_rows(tile, half, [&](i64 from, u32 at) { fetch<16>(at, state + from); },
-                [&](i64 from, u32 at) { fetch<Pass::EDGE>(at, state + from); });
+      UNROLL for (int first = 0; first < kEach; first += kAtOnce) {
+        if constexpr (!kAll) ask(half, first);
+        UNROLL for (int j = 0; j < kAtOnce && first + j < kEach; ++j) {
+          const int i = (first + j) * 32 + lane;
+          if (i < 8 * kPieces) store_u32x4(piece_of(tile, half, i).at, piece[kAll ? half : 0][j]);
+        }
+      }
       __syncwarp();
       move_pairs(tile, half, [&](u32 at, int i) {
         if constexpr (Pass::EDGE >= 4)
