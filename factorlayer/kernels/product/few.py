@@ -22,14 +22,16 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
 MOST_SAMPLES = 64
-TILE = 16  # samples that a block's warps multiply at once
+TILES = (2, 4, 8)  # of 8 samples, that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
+MOST_REGISTERS = 248
 SECTOR = 32  # bytes that L2 stores at once
 STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
 PART_US = 3.2e-3  # for a part of a sector: 2.8 million of them, of 1024 samples of 16 times 256 → 688, took 69 us
-CYCLES = 1.75e3  # in a microsecond
+BEGIN_US, STEP_US, SUM_US = 0.3, 0.4, 0.5
+OF_FLOPS = 2
 
 
 def _chunk(size: int) -> int:
@@ -37,10 +39,40 @@ def _chunk(size: int) -> int:
     return 64 // size
 
 
-def _registers(held: int, dtype: str) -> int:
-    """A thread's registers, `held` of which hold a weight."""
-    of_pieces = 16 if dtype in ("float32", "float64") else 0
-    return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
+def _most(tiles: int, by_elements: bool) -> int:
+    """Chunks of states, of so many tiles of 8 samples, that a thread has at once, at most."""
+    return (8 if by_elements else 16) // tiles
+
+
+def _held(chunks: int, tiles: int, by_elements: bool = False) -> int:
+    """Chunks of a weight that a thread has at once, of so many that it takes in a round. As few.cuh has it."""
+    return round_up(chunks, 2) if chunks > _most(tiles, by_elements) else chunks
+
+
+def _ahead(held: int, tiles: int, by_elements: bool = False) -> int:
+    """Chunks of states."""
+    return next(ahead for ahead in range(min(held, _most(tiles, by_elements)), 0, -1) if held % ahead == 0)
+
+
+def _registers(dtype: str, held: int, sums: int, rows: int) -> int:
+    """A thread's registers, `held` of which hold a weight and states: `sums` tiles, `rows` that are pointed to."""
+    each = 8 if dtype in ("float32", "float64") else 4
+    halves = 32 if dtype == "float32" else 0
+    return round_up((44 if dtype == "float64" else 32) + held + each * sums + 2 * rows + halves, 8)
+
+
+def _totals(rows: int, tiles: int, ways: int, size: int, run: int = 0, by_samples: bool = False) -> int:
+    """Bytes of what warps have summed, as FewTotals has it; `run` is of a lane's samples, where these are more than
+    pairs."""
+    size, samples = max(4, size), 8 * tiles
+    skews = samples // run * (16 if by_samples else 32) // size if run else 0
+    elements = rows * (samples + 8 + skews) if by_samples else samples * (rows + 16 // size) + skews
+    return ways * elements * size + 16
+
+
+def _blocks(threads: int, registers: int, shared: int, gpu: Gpu) -> int:
+    """Blocks that a multiprocessor has at once: each of its four parts has registers of its own."""
+    return max(1, min(4 * (512 // registers) * 32 // threads, (gpu.shared + 1024) // (shared + 1024)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +84,7 @@ class Few(Pass):
     ways: int
     height: int
     rounds: int  # in which a thread has its part of a weight
+    tiles: int  # of 8 samples that a block's warps multiply at once
     samples: int  # of a block
     first: bool
     last: bool
@@ -71,13 +104,18 @@ class Few(Pass):
 
     @property
     def shared(self) -> int:
-        return self.wg * self.ways * self.height * 16 * 18 * max(4, self.product.size)
+        return self.wg * _totals(16 * self.height, self.tiles, self.ways, self.product.size)
 
     @property
-    def split(self) -> int:
+    def row_tiles(self) -> int:
+        """Tiles of rows of all groups, which blocks take one after the other."""
         p = self.product
         groups = -(-p.fast // self.wg) * (p.groups // p.fast)
         return -(-p.contraction.q // (16 * self.height)) * groups
+
+    @property
+    def split(self) -> int:
+        return min(self.row_tiles, self.gpu.sms * self.blocks)
 
     @property
     def load(self) -> int:
@@ -85,20 +123,30 @@ class Few(Pass):
         return math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
-    def held(self) -> int:
-        """Registers of a thread. What comes by 2 bytes has one for each."""
+    def chunks(self) -> int:
+        """Chunks of its weight that a warp has at once."""
         chunks = -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
-        return (16 if self.load == 2 else 8) * self.height * -(-chunks // self.rounds)
+        return _held(-(-chunks // self.rounds), self.tiles, self.load == 2)
+
+    @property
+    def held(self) -> int:
+        """Registers of a thread that hold a weight. What comes by 2 bytes has one for each."""
+        return (16 if self.load == 2 else 8) * self.height * self.chunks
+
+    @property
+    def needed(self) -> int:
+        """Registers of a thread."""
+        of_x = (8 if self.load == 2 else 4) * self.tiles * _ahead(self.chunks, self.tiles, self.load == 2)
+        return _registers(self.product.dtype, self.held + of_x, self.height * self.tiles, self.height * 2)
 
     @property
     def registers(self) -> int:
-        of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
-        return min(255, of_words + _registers(self.held, self.product.dtype))
+        return min(MOST_REGISTERS, self.needed)
 
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        return max(1, 65536 // (self.threads * self.registers))
+        return _blocks(self.threads, self.registers, self.shared, self.gpu)
 
     @property
     def run(self) -> int:
@@ -128,32 +176,29 @@ class Few(Pass):
         return self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind
-        it; more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16
-        samples, and every part of a weight, wait for L2 once more, in each block that a multiprocessor takes."""
+        """Microseconds: what all blocks move and multiply, or wait for, whichever takes longer, and what a block takes
+        by itself."""
         p, gpu = self.product, self.gpu
+        blocks, eights = -(-batch // self.samples), 2 * -(-batch // 16)
+        passes = -(-min(batch, self.samples) // (8 * self.tiles))  # of a block, over its weight
+        again = passes * blocks if self.rounds > 1 else blocks
         weight = p.weights * p.size
-        blocks, tiles = -(-batch // self.samples), -(-batch // 16)
-        # The weights of one behind another are on their way when that one ends, in a graph or not.
-        us = gpu.rates.behind_us
-        us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, self.split)))
-        # A load of a warp has pieces of eight rows, each a line of the first-level cache
-        each = 1 / min(gpu.l2_bytes, 4 * self.load * CYCLES) / gpu.sms
-        again = tiles if self.rounds > 1 else blocks  # the weight, from L2
-        moved = (tiles / self.height + again - 1) * weight * each
-        states = batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size / (gpu.memory_bytes * gpu.sms)
-        stored = batch * self.stored_us / gpu.sms if batch > MOST_SAMPLES else 0  # of few, nobody waits for L2
-        products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
-        waves = -(-self.split * blocks // (gpu.sms * self.blocks))
-        turns = -(-min(batch, self.samples) // 16) * self.rounds
-        waits = (waves * turns - self.rounds) * gpu.rates.wait_us
-        held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * self.held
-        busy = max(moved, products, states, stored)
-        # Of many samples a multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on
-        # one H100 took both.
-        us += busy + waits if batch > MOST_SAMPLES else max(busy, waits)
-        us += (self.rounds - 1) * gpu.rates.wait_us + 0.25 * (waves - 1)
-        return us + held + 0.06 * self.wg * self.ways + 1 / self.run
+        memory = weight + batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size
+        of_l1 = self.row_tiles * self.wg * self.ways * self.chunks * self.rounds * 8 * (16 // self.load)
+        of_l1 *= 2 * self.height * again + eights
+        of_l2 = again * weight + self.row_tiles * self.wg * p.contraction.p * p.size * batch
+        flops = 2 * self.row_tiles * self.wg * 16 * self.height * p.contraction.p * 8 * eights
+        busy = max(
+            memory / gpu.memory_bytes,
+            of_l1 / gpu.rates.cycles,
+            of_l2 / gpu.l2_bytes,
+            OF_FLOPS * flops / gpu.flops[p.dtype],
+            batch * self.stored_us,
+        ) / gpu.sms
+        waves = -(-self.row_tiles * blocks // (gpu.sms * self.blocks))
+        ahead = _ahead(self.chunks, self.tiles, self.load == 2)
+        life = BEGIN_US + gpu.rates.wait_us + passes * (self.chunks * self.rounds / ahead * STEP_US + SUM_US)
+        return gpu.rates.behind_us + max(busy, (waves - 1) * life) + life
 
     @property
     def details(self) -> str:
@@ -171,7 +216,7 @@ class Few(Pass):
     def told(self) -> list[str]:
         p = self.product
         told = p.told | {"LOAD": self.load, "RUN": self.run}
-        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
+        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds, "TILES": self.tiles}
         told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
@@ -195,19 +240,17 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
     p = product
     heights = (1,) if p.dtype in ("float32", "float64") else (1, 2)
-    longest = 2 * SECTOR if len(samples) > 1 else 16  # bytes of a run
-    least = 1 if len(samples) > 1 and p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
-    for wg, ways, height in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights):
-        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > longest)):
+    for wg, ways, height, tiles in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights, TILES):
+        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > 2 * SECTOR)):
             continue
-        if ways < least or not 2 <= wg * ways <= 16:
+        if not 2 <= wg * ways <= 16:
             continue
         chunks = -(-p.contraction.p // (_chunk(p.size) * ways))
         for rounds in range(1, chunks + 1):
-            plan = Few(p, wg, ways, height, rounds, samples[0], first, last, gpu)
-            if plan.held <= HELD_ROWS and plan.threads * plan.registers <= 65536:
-                if plan.split <= MOST_BLOCKS:
-                    yield from (replace(plan, samples=each) for each in samples)
+            plan = Few(p, wg, ways, height, rounds, tiles, samples[0], first, last, gpu)
+            if plan.held <= HELD_ROWS and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
+                if plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:
+                    yield from (replace(plan, samples=each) for each in samples if each >= 8 * tiles)
                 break
 
 
@@ -225,6 +268,7 @@ class FewPass(Pass):
     ways: int
     words: int  # of a lane's part of a row, by columns
     rounds: int  # in which a thread has its part of a weight
+    tiles: int  # of 8 samples that a block's warps multiply at once
     us: float = 0.0
 
     header = "few"
@@ -261,22 +305,19 @@ class FewPass(Pass):
         first, second = self.both
         if self.part == "FewLast":
             return batch * first.outer * first.p * self.size, (first.weight_size + second.weight_size) * self.size
-        return (self._bytes_of(batch, padded=True),)
+        return (self._bytes_of(batch),)
 
     def written(self, batch: int) -> int:
         if self.part == "FewLast":
             return sum(self.outputs(batch))
-        return self._bytes_of(batch, padded=False)
+        return self._bytes_of(batch)
 
-    def _bytes_of(self, batch: int, padded: bool) -> int:
-        """Bytes of the states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples
-        beyond."""
-        (first, second), samples, piece = self.both, round_up(batch, 8), 16 // self.size
-        rows = [round_up(c.q, piece) for c in self.both]
+    def _bytes_of(self, batch: int) -> int:
+        """Bytes of the states that it makes, of whole eights of samples."""
+        (first, second), samples = self.both, round_up(batch, 8)
         if self.part == "FewStates":
-            turned = first.outer * first.p + second.inner * (second.p + second.q)
-            return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
-        return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
+            return (first.outer * first.p + second.inner * (second.p + second.q)) * samples * self.size
+        return first.outer * first.q * samples * self.size
 
     @property
     def both(self) -> tuple[Contraction, Contraction]:
@@ -339,31 +380,66 @@ class FewPass(Pass):
         first, second = self.both
         across, across_x = math.gcd(piece, second.inner), math.gcd(piece, first.outer * first.p)
         units = 16 // piece * (first.outer * first.p // across_x + second.q * second.inner // across)
-        units += 16 * -(-second.q // piece) * (second.inner // across)
         return -(-units // self.threads)
 
     @property
-    def split(self) -> int:
+    def row_tiles(self) -> int:
+        """Tiles of the weight that it multiplies, which blocks take one after the other."""
         first, _ = self.both
+        return first.outer * -(-first.q // 16) if self.part == "FewStates" else self._column_tiles(self._by_columns)
+
+    @property
+    def of_tiles(self) -> int:
+        """Blocks that take these."""
+        return min(self.row_tiles, self.gpu.sms * self.blocks)
+
+    @property
+    def of_weights(self) -> tuple[int, int]:
+        """Blocks that make the gradients of the weights."""
+        tiles = [-(-self._outer_tiles(which) // self.ways) for which in (0, 1)]
+        most = self.gpu.sms * self.blocks
+        if sum(tiles) <= most:
+            return tiles[0], tiles[1]
+        second = min(most - 1, max(1, round(most * tiles[1] / sum(tiles))))
+        return most - second, second
+
+    @property
+    def split(self) -> int:
         if self.part == "FewStates":
-            return first.outer * -(-first.q // 16) + self.turns
-        if self.part == "FewBack":
-            return self._column_tiles(1)
-        return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
+            return self.of_tiles + self.turns
+        return self.of_tiles + (sum(self.of_weights) if self.part == "FewLast" else 0)
 
     @property
     def shared(self) -> int:
-        rows = 16 if self.part == "FewStates" else 8 * self.each
-        return self.ways * rows * 18 * max(4, self.size)
+        if self.part == "FewStates":
+            return _totals(16, self.tiles, self.ways, self.size, by_samples=True)
+        run = min(2 * self.tiles, 32 // self.size)
+        run = max(run, 16 // self.size)
+        totals = _totals(8 * self.each, self.tiles, self.ways, self.size, run, self.part == "FewBack")
+        return max(totals, self._staged if self.part == "FewLast" else 0)
+
+    @property
+    def _staged(self) -> int:
+        """Bytes of gradients' tiles of a block on their way through shared memory."""
+        return self.ways * 16 * self.tall * (STRIPS * 64 + 64)
 
     @property
     def held(self) -> int:
         """Registers of a thread that hold a weight."""
         if self.part == "FewStates":
-            in_rows = 16 if self._load(0, 16) == 2 else 8
-            return in_rows * -(-self._chunks // self.rounds)
+            return (16 if self._load(0, 16) == 2 else 8) * self._at_once
         words = self.words * (2 if self._load(self._by_columns, 16) == 2 else 1)
-        return 16 // self.size * words * -(-self._chunks // self.rounds)
+        return 16 // self.size * words * self._at_once
+
+    @property
+    def _by_elements(self) -> bool:
+        """Whether states are read by elements of 2 bytes."""
+        return self.part == "FewStates" and self._load(0, 16) == 2
+
+    @property
+    def _at_once(self) -> int:
+        """Chunks of its weight that a warp has at once."""
+        return _held(-(-self._chunks // self.rounds), self.tiles, self._by_elements)
 
     @property
     def _by_columns(self) -> int:
@@ -377,28 +453,35 @@ class FewPass(Pass):
         return -(-(c.p if self.part == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
 
     @property
+    def needed(self) -> int:
+        """Registers of a thread."""
+        of_x = (8 if self._by_elements else 4) * self.tiles * _ahead(self._at_once, self.tiles, self._by_elements)
+        tall = 1 if self.part == "FewStates" else self.each // 2
+        rows = 16 if self.part == "FewStates" else 16 // self.size
+        needed = _registers(self.dtype, self.held + of_x, tall * self.tiles, rows)
+        return max(needed, 128 if self.part == "FewLast" else 0)
+
+    @property
     def registers(self) -> int:
-        return max(_registers(self.held, self.dtype), 128 if self.part == "FewLast" else 0)
+        return min(MOST_REGISTERS, self.needed)
 
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        return max(1, 65536 // (self.threads * self.registers))
+        return _blocks(self.threads, self.registers, self.shared, self.gpu)
 
     @property
     def states_bytes(self) -> int:
         """Bytes of what the first pass makes, for as many samples as there may be."""
         first, second = self.both
-        rows = round_up(second.q * self.size, 16) // self.size
-        features = first.outer * first.p + second.inner * (second.p + second.q + rows)
+        features = first.outer * first.p + second.inner * (second.p + second.q)
         return MOST_SAMPLES * features * self.size
 
     @property
     def back_bytes(self) -> int:
         """Bytes of what the second pass makes, for one sample, which is padded to eight."""
         first, _ = self.both
-        row = round_up(first.q * self.size, 16) // self.size
-        return 8 * first.outer * (first.q + row) * self.size
+        return 8 * first.outer * first.q * self.size
 
     def __str__(self) -> str:
         first, second = self.both
@@ -423,8 +506,9 @@ class FewPass(Pass):
         numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "WORDS": self.words, "TALL": self.tall}
-        numbers |= {"STRIPS": STRIPS, "TURNS": self.turns}
+        numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "TILES": self.tiles, "WORDS": self.words}
+        numbers |= {"TALL": self.tall, "STRIPS": STRIPS, "TURNS": self.turns}
+        numbers |= {"OF_X": self.of_tiles, "OF_W1": self.of_weights[1]}
         columns, piece = 4 * self.words, 16 // self.size
         numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
         numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
@@ -449,37 +533,39 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
     most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
     widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
-    for ways, words in itertools.product((2, 4, 8, 16), widths):
-        plan = FewPass(template, chain, dtype, gpu, ways, words, 1)
+    for ways, words, tiles in itertools.product((1, 2, 4, 8, 16), widths, TILES):
+        plan = FewPass(template, chain, dtype, gpu, ways, words, 1, tiles)
         for rounds in range(1, plan._chunks + 1):
             plan = replace(plan, rounds=rounds)
-            if plan.held <= most and plan.threads * plan.registers <= 65536:
+            if plan.held <= most and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
                 if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
                     yield plan
                 break
 
 
-def _backward_time(plan: FewPass, batch: int = TILE) -> float:
-    """Microseconds, as above: multiprocessors without a block cost, too, and blocks of many warps that write. Blocks of
-    every wave wait for further tiles of samples, where a weight that has several rounds comes again, unless what they
-    read of states, or multiply, takes longer."""
-    first, second = plan.both
-    gpu, size = plan.gpu, plan.size
-    waves, further = -(-plan.split // (gpu.sms * plan.blocks)), -(-batch // TILE) - 1
-    states, products = (
-        plan.states_read * TILE * size / gpu.l2_bytes,
-        2 * plan.multiply_adds * TILE / gpu.flops[plan.dtype],
-    )
-    again = further * max(waves * plan.rounds * gpu.rates.wait_us, states / gpu.sms, products / gpu.sms)
-    if plan.template == "FewStates":
-        held = 0.014 if plan.dtype == "float32" else 0.008
-        us = gpu.rates.behind_us + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
-        us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * gpu.rates.wait_us
-        return us + again
-    if plan.template == "FewBack":
-        moved, tiles, of_warps = second.weight_size, plan.split, 0.03
+def _backward_time(plan: FewPass, batch: int = 16) -> float:
+    gpu, size, (first, second) = plan.gpu, plan.size, plan.both
+    eights, passes = 2 * -(-batch // 16), -(-batch // (8 * plan.tiles))
+    again = passes if plan.rounds > 1 else 1
+    by = first if plan.part != "FewBack" else second
+    weight = by.weight_size * size
+    moved = weight + batch * plan.states_read * size * 0
+    warps = plan.row_tiles * plan.ways
+    steps = plan._at_once * plan.rounds
+    if plan.part == "FewStates":
+        of_l1 = warps * steps * 8 * (16 // plan._load(0, 16)) * (2 * again + eights)
     else:
-        moved, tiles, of_warps = 2 * first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
-    us = gpu.rates.behind_us + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
-    us += (plan.rounds - 1) * gpu.rates.wait_us
-    return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways + again
+        of_l1 = warps * steps * 16 // size * (4 * again * max(1, plan.words * 4 // plan._load(plan._by_columns, 16)) + eights / 2 * size / 2)
+    of_l2 = again * weight + plan.states_read * size * batch
+    if plan.part == "FewLast":
+        moved += (first.weight_size + second.weight_size) * size
+        outer = sum(plan._outer_tiles(which) for which in (0, 1))
+        of_l1 += outer * 8 * (-(-batch // _chunk(size)) * (2 * plan.tall + STRIPS * 8 // size) + 2 * plan.tall * STRIPS)
+    flops = 2 * plan.multiply_adds * 8 * eights
+    busy = max(
+        moved / gpu.memory_bytes, of_l1 / gpu.rates.cycles, of_l2 / gpu.l2_bytes, OF_FLOPS * flops / gpu.flops[plan.dtype]
+    ) / gpu.sms
+    waves = -(-plan.row_tiles // (gpu.sms * plan.blocks))
+    ahead = _ahead(plan._at_once, plan.tiles, plan._by_elements)
+    life = BEGIN_US + gpu.rates.wait_us + passes * (steps / ahead * STEP_US + SUM_US)
+    return gpu.rates.behind_us + max(busy, (waves - 1) * life) + life

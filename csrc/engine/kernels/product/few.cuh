@@ -44,16 +44,6 @@ template <class Math> struct FewMath {
     if constexpr (Math::kRepairs) return y.sum[i] + or_zero(y.low[i]);
     return y.sum[i];
   }
-  // Words of a piece that begins at element `from`, without what lies behind LENGTH
-  template <int LENGTH> static DEVICE void cut(u32 (&x)[4], int from) {
-    if constexpr (LENGTH % kPiece) {
-      UNROLL for (int i = 0; i < 4; ++i) {
-        const int first = from + i * 4 / kSize;
-        if (first >= LENGTH) x[i] = 0;
-        else if (kSize == 2 && first + 1 >= LENGTH) x[i] &= 0xffff;
-      }
-    }
-  }
 };
 
 // What a lane has asked memory for of a row, BYTES by accesses of LOAD. Elements of 2 bytes that come one by one have a register
@@ -83,18 +73,59 @@ template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
   }
 };
 
-// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of 16 samples.
-template <class Total, int ROWS, int WAYS> struct FewTotals {
-  static constexpr int kStride = 18, kSize = sizeof(Total), kWarp = ROWS * kStride * kSize, kBytes = WAYS * kWarp;
+// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of SAMPLES, of which those BY_SAMPLES lie side by side,
+// or the rows. What a lane has of as many samples as SKEW is 16 bytes or 32 behind what the lane before has: no two meet in a bank.
+template <class Total, int ROWS, int SAMPLES, int WAYS, bool BY_SAMPLES, int SKEW> struct FewTotals {
+  static constexpr bool kBySamples = BY_SAMPLES;
+  static constexpr int kSize = sizeof(Total), kEach = 16 / kSize, kShift = (BY_SAMPLES ? 16 : 32) / kSize;
+  static constexpr int kSkews = SKEW ? SAMPLES / SKEW * kShift : 0;
+  static constexpr int kLine = BY_SAMPLES ? SAMPLES + 8 + kSkews : ROWS + kEach;
+  static constexpr int kWay = (BY_SAMPLES ? ROWS * kLine : SAMPLES * kLine + kSkews) * kSize, kBytes = WAYS * kWay + 16;
   u32 memory;
-  DEVICE void put(int way, int row, int sample, Total x, Total y) const {
-    store_shared(memory + way * kWarp + (row * kStride + sample) * kSize, Pair<Total>(x, y));
+  DEVICE u32 place(int row, int sample) const {
+    const int skew = SKEW ? sample / (SKEW ? SKEW : 1) * kShift : 0;
+    return memory + ((BY_SAMPLES ? row * kLine + sample : sample * kLine + row) + skew) * kSize;
   }
-  DEVICE Total at(int row, int sample) const {
-    Total sum = 0;
+  // COUNT that lie side by side
+  template <int COUNT> DEVICE void put(int way, int row, int sample, const Total (&x)[COUNT]) const {
+    const u32 to = place(row, sample) + way * kWay;
+    if constexpr (COUNT == 1) {
+      store_shared(to, x[0]);
+    } else if constexpr (COUNT * kSize == 8) {
+      store_shared(to, Pair<Total>(x[0], x[1]));
+    } else {
+      UNROLL for (int i = 0; i < COUNT; i += kEach) {
+        if constexpr (kSize == 8)
+          store_shared(to + i * kSize, Pair<Total>(x[i], x[i + 1]));
+        else
+          store_u32x4(to + i * kSize, {__float_as_uint(x[i]), __float_as_uint(x[i + 1]), __float_as_uint(x[i + 2]),
+                                       __float_as_uint(x[i + 3])});
+      }
+    }
+  }
+  // The same of all ways, added in order
+  template <int COUNT> DEVICE void sum(int row, int sample, Total (&sum)[COUNT]) const {
+    const u32 from = place(row, sample);
+    UNROLL for (int i = 0; i < COUNT; ++i) sum[i] = 0;
     UNROLL for (int way = 0; way < WAYS; ++way)
-      sum += load_sum(memory + way * kWarp + (row * kStride + sample) * kSize, sum);
-    return sum;
+      UNROLL for (int i = 0; i < COUNT; i += kAtOnce<COUNT>) add<kAtOnce<COUNT>>(from + way * kWay + i * kSize, sum + i);
+  }
+  template <int COUNT> static constexpr int kAtOnce = COUNT < kEach ? COUNT : kEach;
+  template <int COUNT> static DEVICE void add(u32 from, Total* sum) {
+    if constexpr (COUNT == 1) {
+      sum[0] += load_sum(from, Total());
+    } else if constexpr (kSize == 8) {
+      double x, y;
+      load_f64x2(from, x, y);
+      sum[0] += x, sum[1] += y;
+    } else {
+      u32 x[COUNT];
+      if constexpr (COUNT == 2)
+        load_u32x2(from, x);
+      else
+        load_u32x4(from, x);
+      UNROLL for (int i = 0; i < COUNT; ++i) sum[i] += __uint_as_float(x[i]);
+    }
   }
 };
 
@@ -117,6 +148,21 @@ template <class Element, int COUNT> DEVICE void store_few(Element* to, const Sum
     store_global<kBytes>(to, words);
   }
 }
+// The same to shared memory, of 16 bytes
+template <class Element, int COUNT> DEVICE void store_shared_few(u32 to, const Sum<Element> (&x)[COUNT]) {
+  if constexpr (sizeof(Element) == 8) {
+    store_f64x2(to, x[0], x[1]);
+  } else {
+    u32 words[4];
+    UNROLL for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(Element) == 2)
+        words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
+      else
+        words[i] = __float_as_uint(x[i]);
+    }
+    store_u32x4(to, words);
+  }
+}
 // COUNT of them by accesses of RUN; `left` are there, a multiple of RUN.
 template <int RUN, class Element, int COUNT> DEVICE void store_few(Element* to, const Sum<Element> (&x)[COUNT], int left) {
   UNROLL for (int first = 0; first < COUNT; first += RUN) {
@@ -126,189 +172,331 @@ template <int RUN, class Element, int COUNT> DEVICE void store_few(Element* to, 
   }
 }
 
-// HEIGHT times 16 rows of a weight, [.., P], times 16 samples at a time; one of WAYS warps has every WAYS-th chunk of p's, a
-// ROUNDS-th of these at once in registers. Rows come by accesses of LOAD_W and LOAD_X bytes.
-template <class Math, int P, int HEIGHT, int WAYS, int ROUNDS, int LOAD_W, int LOAD_X> struct FewRows : FewMath<Math> {
+// Chunks of a weight that a thread has at once in registers, and of states, of TILES times 8 samples: as many as divide the former
+constexpr DEVICE int few_held(int chunks, int most) { return chunks > most ? round_up(chunks, 2) : chunks; }
+constexpr DEVICE int few_ahead(int held, int most) {
+  int ahead = most < held ? most : held;
+  while (held % ahead) --ahead;
+  return ahead;
+}
+// All chunks of a tile, and of as many samples as it has at once. What comes next is asked for as soon as its registers are free:
+// of a weight, and of states, of another tile or further samples, once to_weight() and to_states() have gone there, if there is
+// `more` of it.
+template <class Tile, class ToWeight, class ToStates>
+DEVICE void few_sum(Tile& tile, typename Tile::Sums& y, bool more_weight, const ToWeight& to_weight, bool more, const ToStates& to_states) {
+  constexpr int kHeld = Tile::kHeld, kAhead = Tile::kAhead, kRounds = Tile::kRounds;
+  ROLL for (int round = 0; round < kRounds; ++round) {
+    const bool last = kRounds == 1 || round + 1 == kRounds;
+    if (last && more_weight) to_weight();
+    UNROLL for (int i = 0; i < kHeld; ++i) {
+      tile.multiply(y, i, i % kAhead);
+      const int at = round * kHeld + i;
+      if (!last || more_weight) tile.ask_weight(i, last ? i : at + kHeld);
+      if (last && more && i + kAhead == kHeld) to_states();
+      if (!last || more || i + kAhead < kHeld) tile.ask(i % kAhead, last && i + kAhead >= kHeld ? i + kAhead - kHeld : at + kAhead);
+    }
+  }
+}
+
+// The first chunks of both
+template <class Tile> DEVICE void few_weight(Tile& tile) { UNROLL for (int i = 0; i < Tile::kHeld; ++i) tile.ask_weight(i, i); }
+template <class Tile> DEVICE void few_states(Tile& tile) { UNROLL for (int i = 0; i < Tile::kAhead; ++i) tile.ask(i, i); }
+// All units of a block, so many samples of a tile each: tiles are every `stride`-th from `tile` on, samples every `step`-th from
+// `first` on. to_weight(tile) and to_states(tile, first) are where the next ones begin, store(tile, first) what becomes of sums.
+template <class Tile, class ToWeight, class ToStates, class Store>
+DEVICE void few_units(Tile& tiles, int tile, int stride, int all, int first, int step, int batch, const ToWeight& to_weight,
+                      const ToStates& to_states, const typename Tile::Totals& totals, const Store& store) {
+  const int begin = first;
+  bool begun = false;
+  ROLL while (tile < all) {
+    const bool same = first + step < batch;
+    const int next = same ? tile : tile + stride, next_first = same ? first + step : begin;
+    const bool more = next < all;
+    typename Tile::Sums y;
+    tiles.at(first, batch);
+    few_sum(tiles, y, more && (Tile::kRounds > 1 || !same), [&] { to_weight(next); }, more, [&] { to_states(next, next_first); });
+    if (begun) __syncthreads();
+    tiles.put(totals, y);
+    __syncthreads();
+    store(tile, first);
+    tile = next, first = next_first, begun = true;
+  }
+}
+
+// HEIGHT times 16 rows of a weight, [.., P], times TILES times 8 samples, X_SAMPLE apart; one of WAYS warps has every WAYS-th
+// chunk of p's, a ROUNDS-th of these at once in registers. Rows come by accesses of LOAD bytes.
+template <class Math, int P, int HEIGHT, int TILES, int WAYS, int ROUNDS, int LOAD, i64 X_SAMPLE, bool BY_SAMPLES>
+struct FewRows : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
-  static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk;
-  static constexpr int kMine = ceil_div(ceil_div(ceil_div(P, kChunk), WAYS), ROUNDS);
-  using Sums = typename Base::Sums[HEIGHT][2];
-  using Totals = FewTotals<typename Base::Total, HEIGHT * 16, WAYS>;
+  static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kStep = WAYS * kChunk, kMost = (LOAD == 2 ? 8 : 16) / TILES;
+  static constexpr int kHeld = few_held(ceil_div(ceil_div(ceil_div(P, kChunk), WAYS), ROUNDS), kMost), kRounds = ROUNDS;
+  static constexpr int kAhead = few_ahead(kHeld, kMost);
+  using Sums = typename Base::Sums[HEIGHT][TILES];
+  using Totals = FewTotals<typename Base::Total, HEIGHT * 16, TILES * 8, WAYS, BY_SAMPLES, 0>;
   const int way;
   const Lane lane;
-  FewPiece<Math, LOAD_W> weight[kMine][HEIGHT * 2];
+  FewPiece<Math, LOAD> weight[kHeld][HEIGHT * 2], x[kAhead][TILES];
+  const Element *rows[HEIGHT * 2], *states;
+  int left, left_of_weight, present, asked;  // p's from this lane's first chunk on; samples: to multiply, to ask for
   DEVICE FewRows(int way) : way(way) {}
-  DEVICE int first(int i, int round) const { return ((round * kMine + i) * WAYS + way) * kChunk + lane.t * kPiece; }
-  // row(i) is where one begins, null where there is none.
-  template <class Row> DEVICE void fetch(const Row& row, int round = 0) {
-    const Element* from[HEIGHT * 2];
-    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) from[h] = row(h * 8 + lane.g);
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
-        weight[i][h].template ask<false>(from[h] + first(i, round), from[h] ? P - first(i, round) : 0);
+  DEVICE int from() const { return way * kChunk + lane.t * kPiece; }
+  // row(i) is where one of HEIGHT times 16 begins; nothing is read where the tile is not `here`.
+  template <class Row> DEVICE void to_weight(const Row& row, bool here = true) {
+    left_of_weight = here ? P - from() : 0;
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) rows[h] = row(h * 8 + lane.g) + from();
   }
-  // row(n) is where sample n's p's begin, null where there is none.
-  template <class Row> DEVICE void add(Sums& y, const Row& row, int round = 0) const {
-    const Element* from[2] = {row(lane.g), row(lane.g + 8)};
-    FewPiece<Math, LOAD_X> x[kMine][2];
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int n = 0; n < 2; ++n)
-        x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? P - first(i, round) : 0);
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int n = 0; n < 2; ++n) {
-        typename Base::B b[Base::kSteps];
-        UNROLL for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
-        UNROLL for (int h = 0; h < HEIGHT; ++h) {
-          const auto &u = weight[i][h * 2], &l = weight[i][h * 2 + 1];
-          typename Base::A a[Base::kSteps];
-          UNROLL for (int s = 0; s < Base::kSteps; ++s)
-            a[s] = Base::left(u.word(s * 2), l.word(s * 2), u.word(s * 2 + 1), l.word(s * 2 + 1));
-          Base::multiply(y[h][n], a, b);
-        }
-      }
+  DEVICE void ask_weight(int i, int chunk) {
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
+      weight[i][h].template ask<false>(rows[h] + chunk * kStep, left_of_weight - chunk * kStep);
   }
-  // All of what has been fetched of rounds, the first of which there is already; the first again, if there are `more` samples.
-  template <class Weight, class Row> DEVICE void sum(Sums& y, const Weight& weight, const Row& row, bool more) {
-    ROLL for (int round = 0; round < ROUNDS; ++round) {
-      add(y, row, round);
-      if constexpr (ROUNDS > 1) {
-        const bool last = round + 1 == ROUNDS;
-        if (!last || more) fetch(weight, last ? 0 : round + 1);
-      }
+  // The first of so many samples
+  DEVICE void to_states(const Element* x, int samples, bool here = true) {
+    states = x + (lane.g * X_SAMPLE + from()), asked = samples, left = here ? P - from() : 0;
+  }
+  DEVICE void ask(int slot, int chunk) {
+    const Element* at = states + chunk * kStep;
+    UNROLL for (int n = 0; n < TILES; ++n)
+      x[slot][n].template ask<true>(at + n * 8 * X_SAMPLE, n * 8 < asked - lane.g ? left - chunk * kStep : 0);
+  }
+  DEVICE void at(int first, int batch) { present = batch - first; }
+  DEVICE bool is_behind(int n) const { return n > 0 && n % 2 == 0 && n * 8 >= present; }
+  DEVICE void multiply(Sums& y, int i, int slot) const {
+    typename Base::A a[HEIGHT][Base::kSteps];
+    UNROLL for (int h = 0; h < HEIGHT; ++h) {
+      const auto &u = weight[i][h * 2], &l = weight[i][h * 2 + 1];
+      UNROLL for (int s = 0; s < Base::kSteps; ++s)
+        a[h][s] = Base::left(u.word(s * 2), l.word(s * 2), u.word(s * 2 + 1), l.word(s * 2 + 1));
+    }
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (is_behind(n)) break;
+      typename Base::B b[Base::kSteps];
+      UNROLL for (int s = 0; s < Base::kSteps; ++s) b[s] = Base::right(x[slot][n].word(s * 2), x[slot][n].word(s * 2 + 1));
+      UNROLL for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][n], a[h], b);
     }
   }
   DEVICE void put(const Totals& totals, const Sums& y) const {
-    UNROLL for (int n = 0; n < 2; ++n)
-      UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
-        totals.put(way, h * 8 + lane.g, n * 8 + lane.t * 2, Base::total(y[h / 2][n], h % 2 * 2),
-                   Base::total(y[h / 2][n], h % 2 * 2 + 1));
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (is_behind(n)) break;
+      UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
+        const int row = h * 8 + lane.g, sample = n * 8 + lane.t * 2;
+        const typename Base::Total sums[2] = {Base::total(y[h / 2][n], h % 2 * 2), Base::total(y[h / 2][n], h % 2 * 2 + 1)};
+        if constexpr (BY_SAMPLES) {
+          totals.put(way, row, sample, sums);
+        } else {
+          totals.template put<1>(way, row, sample, {sums[0]});
+          totals.template put<1>(way, row, sample + 1, {sums[1]});
+        }
+      }
+    }
   }
 };
 
-// Columns of a weight, [Q, P], 8 * kEach of them, times 16 samples at a time: WORDS of a lane in each of its rows, by accesses of
-// LOAD bytes, a ROUNDS-th at once in registers.
-template <class Math, int P, int Q, int WORDS, int WAYS, int ROUNDS, int LOAD> struct FewColumns : FewMath<Math> {
+// Columns of a weight, [Q, P], 8 * kEach of them, times TILES times 8 samples, which lie side by side in states, [Q][samples]:
+// WORDS of a lane in each of its rows, by accesses of LOAD bytes, a ROUNDS-th at once in registers. A lane's run of samples has
+// one of each of as many tiles.
+template <class Math, int P, int Q, int WORDS, int TILES, int WAYS, int ROUNDS, int LOAD, bool BY_SAMPLES>
+struct FewColumns : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
-  using Piece = FewPiece<Math, LOAD, WORDS * 4>;
-  static constexpr int kSize = Base::kSize, kPiece = Base::kPiece, kChunk = Base::kChunk;
-  static constexpr int kEach = WORDS * 4 / kSize, kTiles = kEach / 2, kColumns = 8 * kEach;
-  static constexpr int kMine = ceil_div(ceil_div(ceil_div(Q, kChunk), WAYS), ROUNDS), kRow = round_up(Q, kPiece);
-  using Sums = typename Base::Sums[kTiles][2];
-  using Totals = FewTotals<typename Base::Total, kColumns, WAYS>;
+  using Total = typename Base::Total;
+  static constexpr int kSize = Base::kSize, kPiece = Base::kPiece, kChunk = Base::kChunk, kStep = WAYS * kChunk;
+  static constexpr int kEach = WORDS * 4 / kSize, kTall = kEach / 2, kColumns = 8 * kEach, kMost = 16 / TILES;
+  static constexpr int kHeld = few_held(ceil_div(ceil_div(ceil_div(Q, kChunk), WAYS), ROUNDS), kMost), kRounds = ROUNDS;
+  static constexpr int kAhead = few_ahead(kHeld, kMost), kRun = TILES < kPiece ? TILES : kPiece, kRuns = TILES / kRun;
+  using Sums = typename Base::Sums[kTall][TILES];
+  using Totals = FewTotals<Total, kColumns, TILES * 8, WAYS, BY_SAMPLES, 2 * kRun < kPiece ? kPiece : 2 * kRun>;
   const int way;
   const Lane lane;
-  Piece weight[kMine][kPiece];
-  DEVICE FewColumns(int way) : way(way) {}
-  DEVICE int first(int i, int round) const { return ((round * kMine + i) * WAYS + way) * kChunk + lane.t * kPiece; }
-  DEVICE void fetch(const Element* group, int column, int round = 0) {
-    const int p = column + lane.g * kEach;
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int r = 0; r < kPiece; ++r) {
-        const int q = first(i, round) + r;
-        weight[i][r].template ask<false>(group + i64(q) * P + p, q < Q ? P - p : 0);
+  FewPiece<Math, LOAD, WORDS * 4> weight[kHeld][kPiece];
+  FewPiece<Math, kRun * kSize, kRun * kSize> x[kAhead][kPiece][kRuns];
+  const Element *rows, *states;
+  const int samples;       // of a row of states
+  int left, first, asked;  // columns from this lane's first one on; samples: to multiply, to ask for
+  DEVICE FewColumns(int way, int samples) : way(way), samples(samples) {}
+  DEVICE int from() const { return way * kChunk + lane.t * kPiece; }
+  DEVICE void to_weight(const Element* group, int column) {
+    rows = group + i64(from()) * P + column + lane.g * kEach, left = P - column - lane.g * kEach;
+  }
+  // Rows of q's that are there, of those of this lane's piece in a chunk
+  DEVICE int there(int chunk) const { return Q - chunk * kStep - from(); }
+  DEVICE void ask_weight(int i, int chunk) {
+    UNROLL for (int r = 0; r < kPiece; ++r)
+      weight[i][r].template ask<false>(rows + i64(chunk * kStep + r) * P, r < there(chunk) ? left : 0);
+  }
+  DEVICE void to_states(const Element* x, int sample) {
+    states = x + (from() * samples + sample + lane.g * kRun), asked = sample + lane.g * kRun;
+  }
+  DEVICE void ask(int slot, int chunk) {
+    UNROLL for (int r = 0; r < kPiece; ++r)
+      UNROLL for (int v = 0; v < kRuns; ++v) {
+        const bool here = r < there(chunk) && v * 8 * kRun < samples - asked;
+        x[slot][r][v].template ask<true>(states + ((chunk * kStep + r) * samples + v * 8 * kRun), here ? kRun : 0);
       }
   }
   // The left operand of step s: rows of tile m are p's 2m and 2m + 1 of each lane's piece.
-  DEVICE typename Base::A left(int i, int s, int m) const {
+  DEVICE typename Base::A left_of(int i, int s, int m) const {
     if constexpr (kSize >= 4) {
       const auto &w = weight[i][s * 2], &v = weight[i][s * 2 + 1];
       return Base::left(w.word(m * 2), w.word(m * 2 + 1), v.word(m * 2), v.word(m * 2 + 1));
     } else {
       const u32 w0 = weight[i][s * 4].word(m), w1 = weight[i][s * 4 + 1].word(m);
       const u32 w2 = weight[i][s * 4 + 2].word(m), w3 = weight[i][s * 4 + 3].word(m);
-      return Base::left((w0 & 0xffff) | w1 << 16, w0 >> 16 | (w1 & 0xffff0000), (w2 & 0xffff) | w3 << 16,
-                        w2 >> 16 | (w3 & 0xffff0000));
+      return Base::left(lower(w0, w1), upper(w0, w1), lower(w2, w3), upper(w2, w3));
     }
   }
-  // row(n) is where sample n's q's begin, kRow of them in memory; null where there is none.
-  template <class Row> DEVICE void add(Sums& y, const Row& row, int round) const {
-    const Element* from[2] = {row(lane.g), row(lane.g + 8)};
-    FewPiece<Math, 16> x[kMine][2];
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int n = 0; n < 2; ++n) {
-        x[i][n].template ask<true>(from[n] + first(i, round), from[n] ? Q - first(i, round) : 0);
-        Base::template cut<Q>(x[i][n].of[0], first(i, round));
-      }
-    UNROLL for (int i = 0; i < kMine; ++i)
-      UNROLL for (int m = 0; m < kTiles; ++m) {
-        typename Base::A a[Base::kSteps];
-        UNROLL for (int s = 0; s < Base::kSteps; ++s) a[s] = left(i, s, m);
-        UNROLL for (int n = 0; n < 2; ++n) {
-          typename Base::B b[Base::kSteps];
-          UNROLL for (int s = 0; s < Base::kSteps; ++s)
-            b[s] = Base::right(x[i][n].word(s * 2), x[i][n].word(s * 2 + 1));
-          Base::multiply(y[m][n], a, b);
-        }
-      }
-  }
-  // As FewRows has it
-  template <class Row> DEVICE void sum(Sums& y, const Element* group, int column, const Row& row, bool more) {
-    ROLL for (int round = 0; round < ROUNDS; ++round) {
-      add(y, row, round);
-      if constexpr (ROUNDS > 1) {
-        const bool last = round + 1 == ROUNDS;
-        if (!last || more) fetch(group, column, last ? 0 : round + 1);
-      }
+  static DEVICE u32 lower(u32 x, u32 y) { return (x & 0xffff) | y << 16; }
+  static DEVICE u32 upper(u32 x, u32 y) { return x >> 16 | (y & 0xffff0000); }
+  // The right one, of tile n
+  DEVICE typename Base::B right_of(int slot, int s, int n) const {
+    const int v = n / kRun, e = n % kRun;
+    if constexpr (kSize >= 4) {
+      return Base::right(x[slot][s * 2][v].word(e), x[slot][s * 2 + 1][v].word(e));
+    } else {
+      const u32 w0 = x[slot][s * 4][v].word(e / 2), w1 = x[slot][s * 4 + 1][v].word(e / 2);
+      const u32 w2 = x[slot][s * 4 + 2][v].word(e / 2), w3 = x[slot][s * 4 + 3][v].word(e / 2);
+      return e % 2 ? Base::right(upper(w0, w1), upper(w2, w3)) : Base::right(lower(w0, w1), lower(w2, w3));
     }
+  }
+  DEVICE void at(int sample, int) { first = sample; }
+  DEVICE bool is_behind(int n) const { return n > 0 && n % kRun == 0 && first + n * 8 >= samples; }
+  DEVICE void multiply(Sums& y, int i, int slot) const {
+    typename Base::A a[kTall][Base::kSteps];
+    UNROLL for (int m = 0; m < kTall; ++m)
+      UNROLL for (int s = 0; s < Base::kSteps; ++s) a[m][s] = left_of(i, s, m);
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (is_behind(n)) break;
+      typename Base::B b[Base::kSteps];
+      UNROLL for (int s = 0; s < Base::kSteps; ++s) b[s] = right_of(slot, s, n);
+      UNROLL for (int m = 0; m < kTall; ++m) Base::multiply(y[m][n], a[m], b);
+    }
+  }
+  // Of a lane's columns c of the products, 2t and 2t + 1, as many runs of samples
+  DEVICE Total total(const Sums& y, int row, int v, int sample) const {
+    return Base::total(y[row / 2][v * kRun + sample % kRun], row % 2 * 2 + sample / kRun);
   }
   DEVICE void put(const Totals& totals, const Sums& y) const {
-    UNROLL for (int m = 0; m < kTiles; ++m)
-      UNROLL for (int n = 0; n < 2; ++n)
-        UNROLL for (int h = 0; h < 2; ++h)
-          totals.put(way, lane.g * kEach + m * 2 + h, n * 8 + lane.t * 2, Base::total(y[m][n], h * 2),
-                     Base::total(y[m][n], h * 2 + 1));
+    UNROLL for (int v = 0; v < kRuns; ++v) {
+      if (is_behind(v * kRun)) break;
+      const int row = lane.g * kEach, sample = v * 8 * kRun + lane.t * 2 * kRun;
+      if constexpr (BY_SAMPLES) {
+        UNROLL for (int i = 0; i < kEach; ++i) {
+          Total sums[2 * kRun];
+          UNROLL for (int e = 0; e < 2 * kRun; ++e) sums[e] = total(y, i, v, e);
+          totals.put(way, row + i, sample, sums);
+        }
+      } else {
+        UNROLL for (int e = 0; e < 2 * kRun; ++e) {
+          Total sums[kEach];
+          UNROLL for (int i = 0; i < kEach; ++i) sums[i] = total(y, i, v, e);
+          totals.put(way, row, sample + e, sums);
+        }
+      }
+    }
   }
 };
 
-// A warp's HEIGHT times 16 rows and STRIPS * kChunk columns of a weight's gradient, stored by runs of RUN, from states that have
-// `samples` side by side, a multiple of 8 of them: G [Q][samples] and X [P][samples].
+// Gradients of the weights of all groups, from states that have `samples` side by side, a multiple of 8 of them: G [group][Q]
+// [samples] and X [group][P][samples]. A warp has tiles of HEIGHT times 16 rows and STRIPS * kChunk columns, stored by runs of RUN: where
+// these are short, by way of shared memory, so that lanes side by side store whole sectors.
 template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
-  static constexpr int kPiece = Base::kPiece, kLane = Base::kStepOfLane, kStep = 4 * kLane, kTiles = kPiece / 2;
-  static constexpr int kAtOnce = 16 / kStep, kRows = HEIGHT * 16, kBytes = kLane * Base::kSize;  // steps; bytes of an access
-  static constexpr int kColumns = STRIPS * Base::kChunk;
-  using Piece = FewPiece<Math, kBytes, kBytes>;
-  static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int q, int p) {
-    const Lane lane;
-    typename Base::Sums y[HEIGHT][STRIPS][kTiles];
-    ROLL for (int n = lane.t * kLane; n - lane.t * kLane < samples; n += kAtOnce * kStep) {
-      Piece of_g[kAtOnce][HEIGHT * 2], of_x[kAtOnce][STRIPS][kTiles];
-      UNROLL for (int s = 0; s < kAtOnce; ++s) {
-        const int left = samples - n - s * kStep;
-        UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
-          const int row = q + lane.g + h * 8;
-          of_g[s][h].template ask<true>(g + i64(row) * samples + n + s * kStep, row < Q ? left : 0);
-        }
-        UNROLL for (int strip = 0; strip < STRIPS; ++strip)
-          UNROLL for (int j = 0; j < kTiles; ++j) {
-            const int column = p + strip * Base::kChunk + lane.g / 2 * kPiece + j * 2 + lane.g % 2;
-            of_x[s][strip][j].template ask<true>(x + i64(column) * samples + n + s * kStep, column < P ? left : 0);
-          }
+  static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kSize = Base::kSize, kEights = kPiece / 2;
+  static constexpr int kRows = HEIGHT * 16, kColumns = STRIPS * kChunk, kAcross = ceil_div(P, kColumns), kDown = ceil_div(Q, kRows);
+  static constexpr int kRow = kColumns * kSize + 64, kStaged = kRows * kRow;  // bytes in shared memory
+  using Piece = FewPiece<Math, 16>;
+  const Lane lane;
+  const u32 memory;
+  const int samples;
+  const Element *rows, *columns;
+  int q, p;
+  Piece of_g[HEIGHT * 2], of_x[STRIPS][kEights];
+  DEVICE FewOuter(u32 memory, int samples) : memory(memory), samples(samples) {}
+  // Of tile eights j a lane has columns of its own.
+  DEVICE int column() const { return lane.g / 2 * kPiece + lane.g % 2; }
+  DEVICE void to_tile(const Element* g, const Element* x, int tile) {
+    const int group = tile / (kAcross * kDown);
+    q = tile % kDown * kRows, p = tile / kDown % kAcross * kColumns;
+    rows = g + (i64(group) * Q + q + lane.g) * samples + lane.t * kPiece;
+    columns = x + (i64(group) * P + p + column()) * samples + lane.t * kPiece;
+  }
+  DEVICE void ask(int n) {
+    const int left = samples - n - lane.t * kPiece, down = Q - q - lane.g, across = P - p - column();
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) of_g[h].template ask<true>(rows + (h * 8 * samples + n), h * 8 < down ? left : 0);
+    UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+      UNROLL for (int j = 0; j < kEights; ++j) {
+        const int at = strip * kChunk + j * 2;
+        of_x[strip][j].template ask<true>(columns + (at * samples + n), at < across ? left : 0);
       }
-      typename Base::A a[HEIGHT][kAtOnce];
-      UNROLL for (int h = 0; h < HEIGHT; ++h)
-        UNROLL for (int s = 0; s < kAtOnce; ++s) {
-          const auto &u = of_g[s][h * 2], &l = of_g[s][h * 2 + 1];
-          a[h][s] = Base::left(u.word(0), l.word(0), u.word(1), l.word(1));
-        }
-      UNROLL for (int strip = 0; strip < STRIPS; ++strip)
-        UNROLL for (int j = 0; j < kTiles; ++j) {
-          typename Base::B b[kAtOnce];
-          UNROLL for (int s = 0; s < kAtOnce; ++s)
-            b[s] = Base::right(of_x[s][strip][j].word(0), of_x[s][strip][j].word(1));
-          UNROLL for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
-        }
-    }
+  }
+  using Sums = typename Base::Sums[HEIGHT][STRIPS][kEights];
+  DEVICE void multiply(Sums& y) const {
+    typename Base::A a[HEIGHT][Base::kSteps];
+    UNROLL for (int h = 0; h < HEIGHT; ++h)
+      UNROLL for (int s = 0; s < Base::kSteps; ++s) {
+        const auto &u = of_g[h * 2], &l = of_g[h * 2 + 1];
+        a[h][s] = Base::left(u.word(s * 2), l.word(s * 2), u.word(s * 2 + 1), l.word(s * 2 + 1));
+      }
+    UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+      UNROLL for (int j = 0; j < kEights; ++j) {
+        typename Base::B b[Base::kSteps];
+        UNROLL for (int s = 0; s < Base::kSteps; ++s)
+          b[s] = Base::right(of_x[strip][j].word(s * 2), of_x[strip][j].word(s * 2 + 1));
+        UNROLL for (int h = 0; h < HEIGHT; ++h) Base::multiply(y[h][strip][j], a[h], b);
+      }
+  }
+  // The tile of rows from q_ and columns from p_ on, of the group's gradient
+  DEVICE void store(Element* to, const Sums& y, int q_, int p_) const {
     UNROLL for (int strip = 0; strip < STRIPS; ++strip)
       UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
-        const int row = q + lane.g + h * 8, column = p + strip * Base::kChunk + lane.t * kPiece;
+        const int row = h * 8 + lane.g, at = strip * kChunk + lane.t * kPiece;
         typename Base::Total sums[kPiece];
         UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
-        store_few<RUN>(to + i64(row) * P + column, sums, row < Q ? P - column : 0);
+        if constexpr (RUN * kSize == 16)
+          store_few<RUN>(to + i64(q_ + row) * P + p_ + at, sums, q_ + row < Q ? P - p_ - at : 0);
+        else
+          store_shared_few<Element>(memory + row * kRow + at * kSize, sums);
       }
+    if constexpr (RUN * kSize < 16) {
+      constexpr int kRuns = kColumns / RUN;
+      using Run = Words<RUN * kSize>;
+      __syncwarp();
+      ROLL for (int from = 0; from < kRows * kRuns; from += 32 * 8) {
+        Run run[8];
+        UNROLL for (int i = 0; i < 8; ++i) {
+          const int cell = from + i * 32 + lane.index;
+          run[i] = load_words<RUN * kSize>(memory + cell / kRuns * kRow + cell % kRuns * (RUN * kSize));
+        }
+        UNROLL for (int i = 0; i < 8; ++i) {
+          const int cell = from + i * 32 + lane.index, row = q_ + cell / kRuns, column = p_ + cell % kRuns * RUN;
+          if (row < Q && column < P) store_words<RUN * kSize>(to + i64(row) * P + column, run[i]);
+        }
+      }
+      __syncwarp();
+    }
+  }
+  // Every `stride`-th tile from `tile` on; what the next one reads is on its way while this one's sums are stored.
+  DEVICE void run(Element* to, const Element* g, const Element* x, int groups, int tile, int stride) {
+    const int all = groups * kAcross * kDown;
+    if (tile >= all) return;
+    to_tile(g, x, tile);
+    ask(0);
+    ROLL while (tile < all) {
+      Sums y;
+      const int of_q = q, of_p = p, next = tile + stride;
+      ROLL for (int n = 0; n < samples; n += kChunk) {
+        multiply(y);
+        if (n + kChunk < samples) {
+          ask(n + kChunk);
+        } else if (next < all) {
+          to_tile(g, x, next);
+          ask(0);
+        }
+      }
+      store(to + i64(tile / (kAcross * kDown)) * Q * P, y, of_q, of_p);
+      tile = next;
+    }
   }
 };
 
@@ -323,10 +511,11 @@ template <class Pass> struct Few {
   using Element = typename Pass::Element;
   static constexpr int P = Pass::P, Q = Pass::Q, FAST = Pass::FAST, B = Pass::B, ROUNDS = Pass::ROUNDS;
   static constexpr int WG = Pass::WG, WAYS = Pass::WAYS, RUN = Pass::RUN;
-  static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16;
+  static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16, kAtOnce = Pass::TILES * 8;
   static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = ceil_div(FAST, WG);
+  static constexpr int kTiles = kColumnTiles * kGroupTiles * (Pass::GROUPS / FAST);
   static_assert((WG == 1 ? B : WG) % RUN == 0 && FAST * B % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
-  using Rows = FewRows<Math, P, Pass::HEIGHT, WAYS, ROUNDS, Pass::LOAD, Pass::LOAD>;
+  using Rows = FewRows<Math, P, Pass::HEIGHT, Pass::TILES, WAYS, ROUNDS, Pass::LOAD, Pass::X_SAMPLE, false>;
   using Totals = typename Rows::Totals;
   const Params& params;
   DEVICE Few(const Params& given) : params(given) {}
@@ -340,70 +529,86 @@ template <class Pass> struct Few {
     return i64(slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
   }
 
+  struct Tile {
+    int q, fast, slow;
+    DEVICE explicit Tile(int tile)
+        : q(tile % kColumnTiles * kRows), fast(tile / kColumnTiles % kGroupTiles * WG), slow(tile / (kColumnTiles * kGroupTiles)) {}
+  };
   DEVICE void run() const {
     if constexpr (Pass::FIRST) wait_for_kernel_before();
     if constexpr (!Pass::LAST) start_next_kernel();
-    const int warp = threadIdx.x / 32, part = warp / WAYS, tile = blockIdx.y;
-    const int q = tile % kColumnTiles * kRows, fast = tile / kColumnTiles % kGroupTiles * WG;
-    const int slow = tile / (kColumnTiles * kGroupTiles);
-    const bool here = FAST % WG == 0 || fast + part < FAST;  // this warp's group
-    const int group = here ? weight_of(slow, fast + part) : 0;
-    const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + i64(group) * Q * P;
-    Rows rows(warp % WAYS);
-    const auto row = [&](int i) { return here && q + i < Q ? weight + i64(weight_row(q + i)) * P : nullptr; };
-    rows.fetch(row);
+    const int part = threadIdx.x / 32 / WAYS, batch = int(params.batch), step = int(gridDim.x) * kAtOnce;
+    const int tile = blockIdx.y, first = int(blockIdx.x) * kAtOnce;
+    if (first >= batch) return;
+    // This warp's group, where there is one
+    const auto here = [&](const Tile& at) { return FAST % WG == 0 || at.fast + part < FAST; };
+    const auto group = [&](const Tile& at) { return here(at) ? weight_of(at.slow, at.fast + part) : 0; };
+    Rows rows(threadIdx.x / 32 % WAYS);
+    const auto to_weight = [&](int tile) {
+      const Tile at(tile);
+      const Element* weight = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + i64(group(at)) * Q * P;
+      rows.to_weight([&](int i) { return weight + i64(weight_row(min(at.q + i, Q - 1))) * P; }, here(at));
+    };
+    const auto to_states = [&](int tile, int first) {
+      const Tile at(tile);
+      const Element* x = static_cast<const Element*>(params.x) + i64(group(at)) * P;
+      rows.to_states(x + first * Pass::X_SAMPLE, batch - first, here(at));
+    };
+    to_weight(tile);
+    few_weight(rows);
     const typename Pass::Activation activation(params);
     if constexpr (!Pass::FIRST) wait_for_kernel_before();
     if constexpr (Pass::LAST) start_next_kernel();
+    to_states(tile, first);
+    few_states(rows);
 
     const Totals totals{shared_address(shared_memory)};
-    const Element* x = static_cast<const Element*>(params.x) + i64(group) * P;
-    const i64 step = i64(gridDim.x) * 16;
-    ROLL for (i64 first = i64(blockIdx.x) * 16; first < params.batch; first += step) {
-      const int present = params.batch - first < 16 ? int(params.batch - first) : 16;
-      const auto sample = [&](int n) { return here && n < present ? x + (first + n) * Pass::X_SAMPLE : nullptr; };
-      typename Rows::Sums y;
-      rows.sum(y, row, sample, first + step < params.batch);
-      if (first >= step) __syncthreads();
-      rows.put({totals.memory + part * Totals::kBytes}, y);
-      __syncthreads();
+    const auto store = [&](int tile, int first) {
+      const Tile at(tile);
       constexpr int kAcross = kRows * WG / RUN;
-      ROLL for (int cell = threadIdx.x; cell < 16 * kAcross; cell += kThreads) {
+      const int present = min(batch - first, kAtOnce);
+      ROLL for (int cell = threadIdx.x; cell < present * kAcross; cell += kThreads) {
         const int n = cell / kAcross, e = cell % kAcross * RUN, g = e % WG, j = e / WG;
-        if (n >= present || q + j >= Q || (FAST % WG && fast + g >= FAST)) continue;
-        const i64 at = feature(slow, fast + g, q + j);
+        if (at.q + j >= Q || (FAST % WG && at.fast + g >= FAST)) continue;
+        const i64 place = feature(at.slow, at.fast + g, at.q + j);
         Sum<Element> sums[RUN];
+        if constexpr (WG == 1)
+          totals.sum(j, n, sums);
+        else
+          UNROLL for (int i = 0; i < RUN; ++i) {
+            Sum<Element> one[1];
+            Totals{totals.memory + (g + i) * Totals::kBytes}.sum(j, n, one);
+            sums[i] = one[0];
+          }
         UNROLL for (int i = 0; i < RUN; ++i) {
-          const int behind = WG == 1 ? 0 : i;
-          auto sum = Totals{totals.memory + (g + behind) * Totals::kBytes}.at(j + i - behind, n);
-          if constexpr (Pass::BIAS) sum += widen(static_cast<const Element*>(params.bias)[at + i]);
-          sum = activation.of(sum);
-          sums[i] = Pass::ROUND_Y ? Math::rounded(sum) : sum;
+          if constexpr (Pass::BIAS) sums[i] += widen(static_cast<const Element*>(params.bias)[place + i]);
+          sums[i] = activation.of(sums[i]);
+          if constexpr (Pass::ROUND_Y) sums[i] = Math::rounded(sums[i]);
         }
-        store_few(static_cast<Element*>(params.y) + (first + n) * Pass::Y_SAMPLE + at, sums);
+        store_few(static_cast<Element*>(params.y) + (first + n) * Pass::Y_SAMPLE + place, sums);
       }
-    }
+    };
+    few_units(rows, tile, gridDim.y, kTiles, first, step, batch, to_weight, to_states, {totals.memory + part * Totals::kBytes}, store);
   }
 };
 
 // All gradients of two untied contractions, K groups from P0 to Q0 = L * R, of which L groups take K * R = P1 to Q1: three
 // passes, each of which has blocks for several products that do not depend on each other.
-//   FewStates  the state between, and what is contracted over the samples, turned: h [l][p][n], x [k][p][n], g [l][q][n], and g
-//              with q's side by side, [l][n][q]
-//   FewBack    the gradient of the state, by columns of the second weight, as [k][q][n] and [k][n][q]
+//   FewStates  the state between, and what is contracted over the samples, turned: h [l][p][n], x [k][p][n], g [l][q][n]
+//   FewBack    the gradient of the state, by columns of the second weight, [k][q][n]
 //   FewLast    the gradients of both weights, and of x, by columns of the first weight
 //
 // Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is
-//        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, ROUNDS, WORDS (of a lane in a row, by columns), TALL
-//        and STRIPS (of a warp's part of a gradient), TURNS (blocks), bytes of an access to rows of the weights: LOAD, LOAD_0, LOAD_1 (by
-//        columns); elements of one: to x ACROSS_X, to groups of grad_y ACROSS_G, to gradients RUN_X, RUN_0, RUN_1
+//        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, ROUNDS, TILES (of 8 samples at once), WORDS (of
+//        a lane in a row, by columns), TALL and STRIPS (of a warp's part of a gradient), TURNS, OF_X and OF_W1 (blocks, that turn, and that make
+//        gradients of x and of the second weight), bytes of an access to rows of the
+//        weights: LOAD, LOAD_0, LOAD_1 (by columns); elements of one: to x ACROSS_X, to groups of grad_y ACROSS_G, to gradients RUN_X, RUN_0, RUN_1
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
   using Base = FewMath<Math>;
   static constexpr int K = Pass::K, L = Pass::L, R = Pass::R, P0 = Pass::P0, Q0 = L * R, P1 = K * R, Q1 = Pass::Q1;
-  static constexpr int WAYS = Pass::WAYS, kThreads = WAYS * 32, kPiece = Base::kPiece;
-  static constexpr int kRow0 = round_up(Q0, kPiece), kRow1 = round_up(Q1, kPiece);  // in memory, of q's side by side
+  static constexpr int WAYS = Pass::WAYS, TILES = Pass::TILES, kThreads = WAYS * 32, kPiece = Base::kPiece, kAtOnce = TILES * 8;
   const Params& params;
   const int batch, samples;  // with padding, which is zero
   const u32 memory;
@@ -412,18 +617,17 @@ template <class Pass> struct FewBackward {
       : params(given), batch(int(given.batch)), samples((batch + 7) / 8 * 8), memory(shared_address(shared_memory)),
         grad(static_cast<const Element*>(given.weights[Pass::GRAD])) {}
   DEVICE const Element* weight(int which) const { return static_cast<const Element*>(params.weights[which]); }
-  // Where states begin: of the first pass's result, and of the second one's
+  // Where states begin of the first pass's result
   DEVICE i64 turned_x() const { return 0; }
   DEVICE i64 turned_h() const { return i64(K) * P0 * samples; }
   DEVICE i64 turned_g() const { return turned_h() + i64(L) * P1 * samples; }
-  DEVICE i64 rows_of_g() const { return turned_g() + i64(L) * Q1 * samples; }
-  DEVICE i64 rows_of_gh() const { return i64(K) * Q0 * samples; }
 };
 
 template <class Pass> struct FewStates : FewBackward<Pass> {
   using Base = FewBackward<Pass>;
   using Element = typename Pass::Element;
-  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
+  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::TILES, Base::kThreads, Base::kPiece,
+      Base::kAtOnce;
   using Base::params, Base::batch, Base::samples, Base::memory, Base::grad;
   static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = Pass::ACROSS_G, kAcrossX = Pass::ACROSS_X;
   DEVICE FewStates(const Params& given) : Base(given) {}
@@ -443,23 +647,17 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   DEVICE void turn_all(int block) const {
     const Element* x = static_cast<const Element*>(params.x);
     Element* y = static_cast<Element*>(params.y);
-    constexpr int kGroups = L / kAcross, kPieces = Base::kRow1 / kPiece;
-    const int runs = samples / kPiece;
-    const int of_x = K * P0 / kAcrossX * runs, of_g = Q1 * kGroups * runs, all = of_x + of_g + kPieces * kGroups * batch;
+    constexpr int kGroups = L / kAcross;
+    const int runs = samples / kPiece, of_x = K * P0 / kAcrossX * runs, all = of_x + Q1 * kGroups * runs;
     ROLL for (int unit = block * kThreads + threadIdx.x; unit < all; unit += Pass::TURNS * kThreads) {
       if (unit < of_x) {
         const int n = unit % runs * kPiece, column = unit / runs * kAcrossX;
         turn<kAcrossX>(x + i64(n) * (K * P0) + column, K * P0, batch - n,
-                     [&](int c) { return y + Base::turned_x() + i64(column + c) * samples + n; });
-      } else if (unit < of_x + of_g) {
+                       [&](int c) { return y + Base::turned_x() + i64(column + c) * samples + n; });
+      } else {
         const int at = unit - of_x, n = at % runs * kPiece, l = at / runs % kGroups * kAcross, q = at / (runs * kGroups);
         turn<kAcross>(grad + i64(n) * (Q1 * L) + q * L + l, Q1 * L, batch - n,
                       [&](int c) { return y + Base::turned_g() + (i64(l + c) * Q1 + q) * samples + n; });
-      } else {
-        const int at = unit - of_x - of_g, l = at % kGroups * kAcross, q = at / kGroups % kPieces * kPiece;
-        const int n = at / (kGroups * kPieces);
-        turn<kAcross>(grad + i64(n) * (Q1 * L) + q * L + l, L, Q1 - q,
-                      [&](int c) { return y + Base::rows_of_g() + (i64(l + c) * samples + n) * Base::kRow1 + q; });
       }
     }
   }
@@ -467,73 +665,81 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     wait_for_kernel_before();
     start_next_kernel();
     if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
-    const int tile = blockIdx.y - Pass::TURNS, k = tile / kColumnTiles, j = tile % kColumnTiles * 16;
-    const int warp = threadIdx.x / 32;
-    using Rows = FewRows<typename Pass::Math, P0, 1, WAYS, Pass::ROUNDS, Pass::LOAD, Pass::LOAD>;
-    Rows rows(warp);
-    const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
-    // Rows count (l, r).
-    const auto row = [&](int i) { return j + i < Q0 ? weight + i64((j + i) % R * L + (j + i) / R) * P0 : nullptr; };
-    rows.fetch(row);
+    using Rows = FewRows<typename Pass::Math, P0, 1, TILES, WAYS, Pass::ROUNDS, Pass::LOAD, K * P0, true>;
+    Rows rows(threadIdx.x / 32);
+    const auto to_weight = [&](int tile) {
+      const int j = tile % kColumnTiles * 16;
+      const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(tile / kColumnTiles) * Q0 * P0;
+      // Rows count (l, r).
+      rows.to_weight([&](int i) {
+        const int row = min(j + i, Q0 - 1);
+        return weight + i64(row % R * L + row / R) * P0;
+      });
+    };
+    const auto to_states = [&](int tile, int first) {
+      rows.to_states(static_cast<const Element*>(params.x) + tile / kColumnTiles * P0 + i64(first) * (K * P0), batch - first);
+    };
+    const int tile = blockIdx.y - Pass::TURNS;
+    to_weight(tile);
+    few_weight(rows);
+    to_states(tile, 0);
+    few_states(rows);
     const typename Rows::Totals totals{memory};
-    const Element* x = static_cast<const Element*>(params.x) + k * P0;
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
-    ROLL for (int first = 0; first < samples; first += 16) {
-      typename Rows::Sums y;
-      const auto sample = [&](int n) { return first + n < batch ? x + i64(first + n) * (K * P0) : nullptr; };
-      rows.sum(y, row, sample, first + 16 < samples);
-      if (first) __syncthreads();
-      rows.put(totals, y);
-      __syncthreads();
-      ROLL for (int cell = threadIdx.x; cell < 16 * 16 / kPiece; cell += kThreads) {
-        const int row = cell / (16 / kPiece), n = cell % (16 / kPiece) * kPiece, l = (j + row) / R, r = (j + row) % R;
-        if (j + row >= Q0 || first + n >= samples) continue;
+    const auto store = [&](int tile, int first) {
+      const int k = tile / kColumnTiles, j = tile % kColumnTiles * 16, runs = min(samples - first, kAtOnce) / kPiece;
+      ROLL for (int cell = threadIdx.x; cell < 16 * runs; cell += kThreads) {
+        const int row = cell / runs, n = cell % runs * kPiece, l = (j + row) / R, r = (j + row) % R;
+        if (j + row >= Q0) continue;
         Sum<Element> sums[kPiece];
-        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? totals.at(row, n + i) : 0;
+        totals.sum(row, n, sums);
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? sums[i] : 0;
         store_few(h + (i64(l) * P1 + k * R + r) * samples + first + n, sums);
       }
-    }
+    };
+    few_units(rows, tile, gridDim.y - Pass::TURNS, K * kColumnTiles, 0, kAtOnce, batch, to_weight, to_states, totals, store);
   }
 };
 
 template <class Pass> struct FewBack : FewBackward<Pass> {
   using Base = FewBackward<Pass>;
   using Element = typename Pass::Element;
-  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
+  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::TILES, Base::kThreads, Base::kPiece,
+      Base::kAtOnce;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS, WAYS, Pass::ROUNDS, Pass::LOAD_1>;
+  using Columns = FewColumns<typename Pass::Math, P1, Q1, Pass::WORDS, TILES, WAYS, Pass::ROUNDS, Pass::LOAD_1, true>;
   static constexpr int kTiles = ceil_div(P1, Columns::kColumns);
   DEVICE FewBack(const Params& given) : Base(given) {}
   DEVICE void run() const {
     start_next_kernel();
-    const int l = blockIdx.y / kTiles, p = blockIdx.y % kTiles * Columns::kColumns;
-    Columns columns(threadIdx.x / 32);
-    const Element* weight = Base::weight(Pass::WEIGHT_1) + i64(l) * Q1 * P1;
-    columns.fetch(weight, p);
+    Columns columns(threadIdx.x / 32, samples);
+    const auto to_weight = [&](int tile) {
+      columns.to_weight(Base::weight(Pass::WEIGHT_1) + i64(tile / kTiles) * Q1 * P1, tile % kTiles * Columns::kColumns);
+    };
+    const auto to_states = [&](int tile, int first) {
+      columns.to_states(static_cast<const Element*>(params.sums) + Base::turned_g() + i64(tile / kTiles) * Q1 * samples, first);
+    };
+    const int tile = blockIdx.y;
+    to_weight(tile);
+    few_weight(columns);
     wait_for_kernel_before();
+    to_states(tile, 0);
+    few_states(columns);
     const typename Columns::Totals totals{memory};
-    const Element* g = static_cast<const Element*>(params.sums) + Base::rows_of_g() + i64(l) * samples * Base::kRow1;
     Element* to = static_cast<Element*>(params.y);
-    ROLL for (int first = 0; first < samples; first += 16) {
-      typename Columns::Sums y;
-      const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow1 : nullptr; };
-      columns.sum(y, weight, p, sample, first + 16 < samples);
-      if (first) __syncthreads();
-      columns.put(totals, y);
-      __syncthreads();
-      ROLL for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
-        const int column = cell % Columns::kColumns, n = cell / Columns::kColumns * kPiece;
-        if (p + column >= P1 || first + n >= samples) continue;
+    const auto store = [&](int tile, int first) {
+      const int l = tile / kTiles, p = tile % kTiles * Columns::kColumns, runs = min(samples - first, kAtOnce) / kPiece;
+      ROLL for (int cell = threadIdx.x; cell < Columns::kColumns * runs; cell += kThreads) {
+        const int column = cell / runs, n = cell % runs * kPiece;
+        if (p + column >= P1) continue;
         const int k = (p + column) / R, q = (p + column) % R * L + l;
         Sum<Element> sums[kPiece];
-        UNROLL for (int i = 0; i < kPiece; ++i) {
-          sums[i] = first + n + i < batch ? totals.at(column, n + i) : 0;
-          const i64 row = i64(k) * samples + first + n + i;
-          store_global(to + Base::rows_of_gh() + row * Base::kRow0 + q, narrow<Element>(sums[i]));
-        }
+        totals.sum(column, n, sums);
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = first + n + i < batch ? sums[i] : 0;
         store_few(to + (i64(k) * Q0 + q) * samples + first + n, sums);
       }
-    }
+    };
+    few_units(columns, tile, gridDim.y, L * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
   }
 };
 
@@ -541,63 +747,56 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
   using Base = FewBackward<Pass>;
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
-  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::kThreads, Base::kPiece;
+  using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::TILES, Base::kThreads, Base::kPiece,
+      Base::kAtOnce;
   using Base::params, Base::batch, Base::samples, Base::memory;
-  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, WAYS, Pass::ROUNDS, Pass::LOAD_0>;
+  using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, TILES, WAYS, Pass::ROUNDS, Pass::LOAD_0, false>;
   using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS, Pass::RUN_0>;
   using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS, Pass::RUN_1>;
-  static constexpr int kTiles = ceil_div(P0, Columns::kColumns), kOfX = K * kTiles;
-  template <class Outer, int P, int Q> struct OfWeight {
-    static constexpr int kAcross = ceil_div(P, Outer::kColumns), kDown = ceil_div(Q, Outer::kRows);
-    static DEVICE void run(Element* to, const Element* g, const Element* x, int samples, int groups, int tile) {
-      const int q = tile % kDown * Outer::kRows, p = tile / kDown % kAcross * Outer::kColumns;
-      const int group = tile / (kAcross * kDown);
-      if (group < groups)
-        Outer::run(to + i64(group) * Q * P, g + i64(group) * Q * samples, x + i64(group) * P * samples, samples, q, p);
-    }
-  };
-  using Of0 = OfWeight<Outer0, P0, Q0>;
-  using Of1 = OfWeight<Outer1, P1, Q1>;
-  static constexpr int kOf1 = ceil_div(L * Of1::kAcross * Of1::kDown, WAYS);
+  static constexpr int kTiles = ceil_div(P0, Columns::kColumns);
   DEVICE FewLast(const Params& given) : Base(given) {}
-  DEVICE void of_x(int tile) const {
-    const int k = tile / kTiles, p = tile % kTiles * Columns::kColumns;
-    Columns columns(threadIdx.x / 32);
-    const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(k) * Q0 * P0;
-    columns.fetch(weight, p);
+  DEVICE void of_x() const {
+    Columns columns(threadIdx.x / 32, samples);
+    const auto to_weight = [&](int tile) {
+      columns.to_weight(Base::weight(Pass::WEIGHT_0) + i64(tile / kTiles) * Q0 * P0, tile % kTiles * Columns::kColumns);
+    };
+    const auto to_states = [&](int tile, int first) {
+      columns.to_states(static_cast<const Element*>(params.x) + i64(tile / kTiles) * Q0 * samples, first);
+    };
+    const int tile = blockIdx.y;
+    to_weight(tile);
+    few_weight(columns);
     wait_for_kernel_before();
     start_next_kernel();
+    to_states(tile, 0);
+    few_states(columns);
     const typename Columns::Totals totals{memory};
-    const Element* g = static_cast<const Element*>(params.x) + Base::rows_of_gh() + i64(k) * samples * Base::kRow0;
-    Element* to = static_cast<Element*>(params.y) + k * P0 + p;
-    ROLL for (int first = 0; first < batch; first += 16) {
-      typename Columns::Sums y;
-      const auto sample = [&](int n) { return first + n < batch ? g + i64(first + n) * Base::kRow0 : nullptr; };
-      columns.sum(y, weight, p, sample, first + 16 < batch);
-      if (first) __syncthreads();
-      columns.put(totals, y);
-      __syncthreads();
-      ROLL for (int cell = threadIdx.x; cell < Columns::kColumns * 16 / kPiece; cell += kThreads) {
-        constexpr int kAcross = Columns::kColumns / kPiece;
+    const auto store = [&](int tile, int first) {
+      const int k = tile / kTiles, p = tile % kTiles * Columns::kColumns, present = min(batch - first, kAtOnce);
+      Element* to = static_cast<Element*>(params.y) + k * P0 + p;
+      constexpr int kAcross = Columns::kColumns / kPiece;
+      ROLL for (int cell = threadIdx.x; cell < present * kAcross; cell += kThreads) {
         const int column = cell % kAcross * kPiece, n = cell / kAcross;
-        if (first + n >= batch) continue;
         Sum<Element> sums[kPiece];
-        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = totals.at(column + i, n);
+        totals.sum(column, n, sums);
         store_few<Pass::RUN_X>(to + i64(first + n) * (K * P0) + column, sums, P0 - p - column);
       }
-    }
+    };
+    few_units(columns, tile, Pass::OF_X, K * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
   }
   DEVICE void run() const {
-    if (blockIdx.y < kOfX) return of_x(blockIdx.y);
+    if (blockIdx.y < Pass::OF_X) return of_x();
     wait_for_kernel_before();
     start_next_kernel();
     const Element* turned = static_cast<const Element*>(params.sums);
     Element* w = static_cast<Element*>(const_cast<void*>(params.weights[Pass::GRAD + 1]));
-    const int block = blockIdx.y - kOfX, warp = threadIdx.x / 32;
-    if (block < kOf1)
-      Of1::run(w + Pass::OF_1, turned + Base::turned_g(), turned + Base::turned_h(), samples, L, block * WAYS + warp);
+    const int block = blockIdx.y - Pass::OF_X, warp = threadIdx.x / 32;
+    if (block < Pass::OF_W1)
+      Outer1(memory + warp * Outer1::kStaged, samples)
+          .run(w + Pass::OF_1, turned + Base::turned_g(), turned + Base::turned_h(), L, block * WAYS + warp, Pass::OF_W1 * WAYS);
     else
-      Of0::run(w + Pass::OF_0, static_cast<const Element*>(params.x), turned + Base::turned_x(), samples, K,
-               (block - kOf1) * WAYS + warp);
+      Outer0(memory + warp * Outer0::kStaged, samples)
+          .run(w + Pass::OF_0, static_cast<const Element*>(params.x), turned + Base::turned_x(), K,
+               (block - Pass::OF_W1) * WAYS + warp, (gridDim.y - Pass::OF_X - Pass::OF_W1) * WAYS);
   }
 };
