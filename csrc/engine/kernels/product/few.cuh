@@ -572,14 +572,15 @@ template <class Pass> struct Few {
         if (at.q + j >= Q || (FAST % WG && at.fast + g >= FAST)) continue;
         const i64 place = feature(at.slow, at.fast + g, at.q + j);
         Sum<Element> sums[RUN];
-        if constexpr (WG == 1)
+        if constexpr (WG == 1) {
           totals.sum(j, n, sums);
-        else
+        } else {
           UNROLL for (int i = 0; i < RUN; ++i) {
             Sum<Element> one[1];
             Totals{totals.memory + (g + i) * Totals::kBytes}.sum(j, n, one);
             sums[i] = one[0];
           }
+        }
         UNROLL for (int i = 0; i < RUN; ++i) {
           if constexpr (Pass::BIAS) sums[i] += widen(static_cast<const Element*>(params.bias)[place + i]);
           sums[i] = activation.of(sums[i]);
