@@ -248,6 +248,7 @@ class Few(Pass):
         p = self.product
         told = p.told | {"LOAD": self.load, "RUN": self.run}
         told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds, "TILES": self.tiles}
+        told |= {"MORE": self.row_tiles > self.split}
         told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
@@ -427,6 +428,11 @@ class FewPass(Pass):
         return max(1, most - second), second
 
     @property
+    def _has_more_tiles(self) -> bool:
+        """Whether a warp makes more than one tile of gradients."""
+        return any(self._outer_tiles(which) > self.ways * self.of_weights[which] for which in (0, 1))
+
+    @property
     def split(self) -> int:
         if self.part == "FewStates":
             return self.of_tiles + self.turns
@@ -534,8 +540,9 @@ class FewPass(Pass):
         numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
         numbers |= {"OF_0": self._begin_of(0), "OF_1": self._begin_of(1)}
         numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "TILES": self.tiles, "WORDS": self.words}
-        numbers |= {"TALL": self.height, "STRIPS": STRIPS, "TURNS": self.turns}
+        numbers |= {"HEIGHT": self.height, "STRIPS": STRIPS, "TURNS": self.turns}
         numbers |= {"OF_X": self.of_tiles, "OF_W1": self.of_weights[1]}
+        numbers |= {"MORE": self.row_tiles > self.of_tiles, "MORE_TILES": self._has_more_tiles}
         columns, piece = 4 * self.words, 16 // self.size
         numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
         numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
@@ -562,7 +569,7 @@ def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPa
     most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
     widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
     split = dtype in ("float32", "float64")
-    heights = {"FewStates": (1,), "FewBack": (1,), "FewLast": (1,) if split else (2,)}
+    heights = {"FewStates": (1,) if split else (1, 2), "FewBack": (1,), "FewLast": (1,) if split else (2,)}
     most_ways = (1, 2, 4, 8) if template == "FewStates" else (1, 2, 4, 8, 16)  # what turns states needs registers, too
     choices = itertools.product(most_ways, widths, TILES, heights[template])
     for ways, words, tiles, height in choices:

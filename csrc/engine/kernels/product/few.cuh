@@ -53,7 +53,8 @@ template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
   using Element = typename Base::Element;
   static constexpr int kEach = LOAD / Base::kSize, kAccesses = BYTES / LOAD, kOfOne = LOAD < 4 ? 1 : LOAD / 4;  // registers
   u32 of[kAccesses][kOfOne];
-  // `left` elements are there from `from` on, none if that is not positive. MADE by a kernel that had not ended when this one started.
+  // `left` elements are there from `from` on, none if that is not positive. MADE by a kernel that had not ended when this one
+  // started.
   template <bool MADE> DEVICE void ask(const Element* from, int left) {
     UNROLL for (int i = 0; i < kAccesses; ++i) {
       if constexpr (MADE)
@@ -61,6 +62,10 @@ template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
       else
         load_global<LOAD>(from + i * kEach, of[i], i * kEach < left);
     }
+  }
+  // The same where zeros are not needed for what is not there
+  template <bool MADE> DEVICE void ask_some(const Element* from, int left) {
+    UNROLL for (int i = 0; i < kAccesses; ++i) load_some<LOAD, MADE>(from + i * kEach, of[i], i * kEach < left);
   }
   DEVICE typename Base::Word word(int i) const {
     const u32* all = &of[0][0];
@@ -73,8 +78,8 @@ template <class Math, int LOAD, int BYTES = 16> struct FewPiece {
   }
 };
 
-// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of SAMPLES, of which those BY_SAMPLES lie side by side,
-// or the rows. What a lane has of as many samples as SKEW is 16 bytes or 32 behind what the lane before has: no two meet in a bank.
+// What warps have summed, in shared memory: for each of WAYS warps ROWS rows of SAMPLES. BY_SAMPLES these lie side by side,
+// else the rows. Every SKEW samples are 16 or 32 bytes further than they would be, so that no two lanes meet in a bank.
 template <class Total, int ROWS, int SAMPLES, int WAYS, bool BY_SAMPLES, int SKEW> struct FewTotals {
   static constexpr bool kBySamples = BY_SAMPLES;
   static constexpr int kSize = sizeof(Total), kEach = 16 / kSize, kShift = (BY_SAMPLES ? 16 : 32) / kSize;
@@ -172,18 +177,19 @@ template <int RUN, class Element, int COUNT> DEVICE void store_few(Element* to, 
   }
 }
 
-// Chunks of a weight that a thread has at once in registers, and of states, of TILES times 8 samples: as many as divide the former
+constexpr int kMostOfFew = 64;  // samples, of passes that have as many as that at once
+// Chunks of a weight that a thread has at once in registers, and of states: as many as divide the former
 constexpr DEVICE int few_held(int chunks, int most) { return chunks > most ? round_up(chunks, 2) : chunks; }
 constexpr DEVICE int few_ahead(int held, int most) {
   int ahead = most < held ? most : held;
   while (held % ahead) --ahead;
   return ahead;
 }
-// All chunks of a tile, and of as many samples as it has at once. What comes next is asked for as soon as its registers are free:
-// of a weight, and of states, of another tile or further samples, once to_weight() and to_states() have gone there, if there is
-// `more` of it.
+// All chunks of a tile, and of as many samples as it has at once. What comes next, if there is more, is asked for as soon as its
+// registers are free: of another tile's weight, and of its states or further samples', where to_weight() and to_states() go.
 template <class Tile, class ToWeight, class ToStates>
-DEVICE void few_sum(Tile& tile, typename Tile::Sums& y, bool more_weight, const ToWeight& to_weight, bool more, const ToStates& to_states) {
+DEVICE void few_sum(Tile& tile, typename Tile::Sums& y, bool more_weight, const ToWeight& to_weight, bool more,
+                    const ToStates& to_states) {
   constexpr int kHeld = Tile::kHeld, kAhead = Tile::kAhead, kRounds = Tile::kRounds;
   ROLL for (int round = 0; round < kRounds; ++round) {
     const bool last = kRounds == 1 || round + 1 == kRounds;
@@ -193,7 +199,11 @@ DEVICE void few_sum(Tile& tile, typename Tile::Sums& y, bool more_weight, const 
       const int at = round * kHeld + i;
       if (!last || more_weight) tile.ask_weight(i, last ? i : at + kHeld);
       if (last && more && i + kAhead == kHeld) to_states();
-      if (!last || more || i + kAhead < kHeld) tile.ask(i % kAhead, last && i + kAhead >= kHeld ? i + kAhead - kHeld : at + kAhead);
+      if (last && i + kAhead >= kHeld) {
+        if (more) tile.ask(i % kAhead, i + kAhead - kHeld);
+      } else {
+        tile.ask(i % kAhead, at + kAhead);
+      }
     }
   }
 }
@@ -203,18 +213,20 @@ template <class Tile> DEVICE void few_weight(Tile& tile) { UNROLL for (int i = 0
 template <class Tile> DEVICE void few_states(Tile& tile) { UNROLL for (int i = 0; i < Tile::kAhead; ++i) tile.ask(i, i); }
 // All units of a block, so many samples of a tile each: tiles are every `stride`-th from `tile` on, samples every `step`-th from
 // `first` on. to_weight(tile) and to_states(tile, first) are where the next ones begin, store(tile, first) what becomes of sums.
-template <class Tile, class ToWeight, class ToStates, class Store>
+// Without MORE a block has one tile, and its code none for another.
+template <bool MORE, class Tile, class ToWeight, class ToStates, class Store>
 DEVICE void few_units(Tile& tiles, int tile, int stride, int all, int first, int step, int batch, const ToWeight& to_weight,
                       const ToStates& to_states, const typename Tile::Totals& totals, const Store& store) {
   const int begin = first;
   bool begun = false;
   ROLL while (tile < all) {
-    const bool same = first + step < batch;
-    const int next = same ? tile : tile + stride, next_first = same ? first + step : begin;
-    const bool more = next < all;
+    const bool same = !Tile::kAllSamples && first + step < batch;
+    const int next = same ? tile : MORE ? tile + stride : all, next_first = same ? first + step : begin;
+    const bool more = same || (MORE && next < all), more_weight = Tile::kRounds > 1 ? more : MORE && more && !same;
     typename Tile::Sums y;
     tiles.at(first, batch);
-    few_sum(tiles, y, more && (Tile::kRounds > 1 || !same), [&] { to_weight(next); }, more, [&] { to_states(next, next_first); });
+    few_sum(
+        tiles, y, more_weight, [&] { to_weight(next); }, more, [&] { to_states(next, next_first); });
     if (begun) __syncthreads();
     tiles.put(totals, y);
     __syncthreads();
@@ -232,32 +244,42 @@ struct FewRows : FewMath<Math> {
   static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kStep = WAYS * kChunk, kMost = (LOAD == 2 ? 8 : 16) / TILES;
   static constexpr int kHeld = few_held(ceil_div(ceil_div(ceil_div(P, kChunk), WAYS), ROUNDS), kMost), kRounds = ROUNDS;
   static constexpr int kAhead = few_ahead(kHeld, kMost);
+  static constexpr bool kAllSamples = TILES * 8 >= kMostOfFew;
   using Sums = typename Base::Sums[HEIGHT][TILES];
   using Totals = FewTotals<typename Base::Total, HEIGHT * 16, TILES * 8, WAYS, BY_SAMPLES, 0>;
   const int way;
   const Lane lane;
   FewPiece<Math, LOAD> weight[kHeld][HEIGHT * 2], x[kAhead][TILES];
   const Element *rows[HEIGHT * 2], *states;
-  int left, left_of_weight, present, asked;  // p's from this lane's first chunk on; samples: to multiply, to ask for
-  DEVICE FewRows(int way) : way(way) {}
+  int left, present, asked;  // p's from this lane's first chunk on; samples: to multiply, to ask for
+  bool here;
+  static constexpr int kWhole = P / kStep;  // chunks that all of a row's p's are there of
+  DEVICE FewRows(int way) : way(way), left(P - from()) {}
   DEVICE int from() const { return way * kChunk + lane.t * kPiece; }
-  // row(i) is where one of HEIGHT times 16 begins; nothing is read where the tile is not `here`.
-  template <class Row> DEVICE void to_weight(const Row& row, bool here = true) {
-    left_of_weight = here ? P - from() : 0;
+  // row(i) is where one of HEIGHT times 16 begins; nothing is read where the tile is not `there`.
+  template <class Row> DEVICE void to_weight(const Row& row, bool there = true) {
+    here = there;
     UNROLL for (int h = 0; h < HEIGHT * 2; ++h) rows[h] = row(h * 8 + lane.g) + from();
   }
   DEVICE void ask_weight(int i, int chunk) {
-    UNROLL for (int h = 0; h < HEIGHT * 2; ++h)
-      weight[i][h].template ask<false>(rows[h] + chunk * kStep, left_of_weight - chunk * kStep);
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
+      const Element* at = rows[h] + chunk * kStep;
+      if (chunk < kWhole)
+        weight[i][h].template ask_some<false>(at, here ? kPiece : 0);
+      else
+        weight[i][h].template ask<false>(at, here ? left - chunk * kStep : 0);
+    }
   }
   // The first of so many samples
-  DEVICE void to_states(const Element* x, int samples, bool here = true) {
-    states = x + (lane.g * X_SAMPLE + from()), asked = samples, left = here ? P - from() : 0;
-  }
+  DEVICE void to_states(const Element* x, int samples) { states = x + (lane.g * X_SAMPLE + from()), asked = samples - lane.g; }
   DEVICE void ask(int slot, int chunk) {
     const Element* at = states + chunk * kStep;
-    UNROLL for (int n = 0; n < TILES; ++n)
-      x[slot][n].template ask<true>(at + n * 8 * X_SAMPLE, n * 8 < asked - lane.g ? left - chunk * kStep : 0);
+    UNROLL for (int n = 0; n < TILES; ++n) {
+      if (chunk < kWhole)
+        x[slot][n].template ask_some<true>(at + n * 8 * X_SAMPLE, n * 8 < asked ? kPiece : 0);
+      else
+        x[slot][n].template ask<true>(at + n * 8 * X_SAMPLE, n * 8 < asked ? left - chunk * kStep : 0);
+    }
   }
   DEVICE void at(int first, int batch) { present = batch - first; }
   DEVICE bool is_behind(int n) const { return n > 0 && n % 2 == 0 && n * 8 >= present; }
@@ -304,6 +326,7 @@ struct FewColumns : FewMath<Math> {
   static constexpr int kEach = WORDS * 4 / kSize, kTall = kEach / 2, kColumns = 8 * kEach, kMost = 16 / TILES;
   static constexpr int kHeld = few_held(ceil_div(ceil_div(ceil_div(Q, kChunk), WAYS), ROUNDS), kMost), kRounds = ROUNDS;
   static constexpr int kAhead = few_ahead(kHeld, kMost), kRun = TILES < kPiece ? TILES : kPiece, kRuns = TILES / kRun;
+  static constexpr bool kAllSamples = TILES * 8 >= kMostOfFew;
   using Sums = typename Base::Sums[kTall][TILES];
   using Totals = FewTotals<Total, kColumns, TILES * 8, WAYS, BY_SAMPLES, 2 * kRun < kPiece ? kPiece : 2 * kRun>;
   const int way;
@@ -313,6 +336,7 @@ struct FewColumns : FewMath<Math> {
   const Element *rows, *states;
   const int samples;       // of a row of states
   int left, first, asked;  // columns from this lane's first one on; samples: to multiply, to ask for
+  static constexpr int kWhole = Q / kStep;  // chunks that all rows are there of
   DEVICE FewColumns(int way, int samples) : way(way), samples(samples) {}
   DEVICE int from() const { return way * kChunk + lane.t * kPiece; }
   DEVICE void to_weight(const Element* group, int column) {
@@ -321,8 +345,13 @@ struct FewColumns : FewMath<Math> {
   // Rows of q's that are there, of those of this lane's piece in a chunk
   DEVICE int there(int chunk) const { return Q - chunk * kStep - from(); }
   DEVICE void ask_weight(int i, int chunk) {
-    UNROLL for (int r = 0; r < kPiece; ++r)
-      weight[i][r].template ask<false>(rows + i64(chunk * kStep + r) * P, r < there(chunk) ? left : 0);
+    UNROLL for (int r = 0; r < kPiece; ++r) {
+      const Element* at = rows + i64(chunk * kStep + r) * P;
+      if (chunk < kWhole)
+        weight[i][r].template ask_some<false>(at, left);
+      else
+        weight[i][r].template ask<false>(at, r < there(chunk) ? left : 0);
+    }
   }
   DEVICE void to_states(const Element* x, int sample) {
     states = x + (from() * samples + sample + lane.g * kRun), asked = sample + lane.g * kRun;
@@ -330,8 +359,12 @@ struct FewColumns : FewMath<Math> {
   DEVICE void ask(int slot, int chunk) {
     UNROLL for (int r = 0; r < kPiece; ++r)
       UNROLL for (int v = 0; v < kRuns; ++v) {
-        const bool here = r < there(chunk) && v * 8 * kRun < samples - asked;
-        x[slot][r][v].template ask<true>(states + ((chunk * kStep + r) * samples + v * 8 * kRun), here ? kRun : 0);
+        const Element* at = states + ((chunk * kStep + r) * samples + v * 8 * kRun);
+        const bool here = v * 8 * kRun < samples - asked;
+        if (chunk < kWhole)
+          x[slot][r][v].template ask_some<true>(at, here ? kRun : 0);
+        else
+          x[slot][r][v].template ask<true>(at, here && r < there(chunk) ? kRun : 0);
       }
   }
   // The left operand of step s: rows of tile m are p's 2m and 2m + 1 of each lane's piece.
@@ -342,11 +375,9 @@ struct FewColumns : FewMath<Math> {
     } else {
       const u32 w0 = weight[i][s * 4].word(m), w1 = weight[i][s * 4 + 1].word(m);
       const u32 w2 = weight[i][s * 4 + 2].word(m), w3 = weight[i][s * 4 + 3].word(m);
-      return Base::left(lower(w0, w1), upper(w0, w1), lower(w2, w3), upper(w2, w3));
+      return Base::left(lower_halves(w0, w1), upper_halves(w0, w1), lower_halves(w2, w3), upper_halves(w2, w3));
     }
   }
-  static DEVICE u32 lower(u32 x, u32 y) { return (x & 0xffff) | y << 16; }
-  static DEVICE u32 upper(u32 x, u32 y) { return x >> 16 | (y & 0xffff0000); }
   // The right one, of tile n
   DEVICE typename Base::B right_of(int slot, int s, int n) const {
     const int v = n / kRun, e = n % kRun;
@@ -355,7 +386,8 @@ struct FewColumns : FewMath<Math> {
     } else {
       const u32 w0 = x[slot][s * 4][v].word(e / 2), w1 = x[slot][s * 4 + 1][v].word(e / 2);
       const u32 w2 = x[slot][s * 4 + 2][v].word(e / 2), w3 = x[slot][s * 4 + 3][v].word(e / 2);
-      return e % 2 ? Base::right(upper(w0, w1), upper(w2, w3)) : Base::right(lower(w0, w1), lower(w2, w3));
+      if (e % 2) return Base::right(upper_halves(w0, w1), upper_halves(w2, w3));
+      return Base::right(lower_halves(w0, w1), lower_halves(w2, w3));
     }
   }
   DEVICE void at(int sample, int) { first = sample; }
@@ -396,14 +428,15 @@ struct FewColumns : FewMath<Math> {
   }
 };
 
-// Gradients of the weights of all groups, from states that have `samples` side by side, a multiple of 8 of them: G [group][Q]
-// [samples] and X [group][P][samples]. A warp has tiles of HEIGHT times 16 rows and STRIPS * kChunk columns, stored by runs of RUN: where
-// these are short, by way of shared memory, so that lanes side by side store whole sectors.
+// Gradients of the weights of all groups, from states that have `samples` side by side, a multiple of 8 of them: G
+// [group][Q][samples] and X [group][P][samples]. A warp has tiles of HEIGHT times 16 rows and STRIPS * kChunk columns, stored by
+// runs of RUN: where these are short, by way of shared memory, so that lanes side by side store whole sectors.
 template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kSize = Base::kSize, kEights = kPiece / 2;
-  static constexpr int kRows = HEIGHT * 16, kColumns = STRIPS * kChunk, kAcross = ceil_div(P, kColumns), kDown = ceil_div(Q, kRows);
+  static constexpr int kRows = HEIGHT * 16, kColumns = STRIPS * kChunk;
+  static constexpr int kAcross = ceil_div(P, kColumns), kDown = ceil_div(Q, kRows);
   static constexpr int kRow = kColumns * kSize + 64, kStaged = kRows * kRow;  // bytes in shared memory
   using Piece = FewPiece<Math, 16>;
   const Lane lane;
@@ -423,11 +456,17 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewO
   }
   DEVICE void ask(int n) {
     const int left = samples - n - lane.t * kPiece, down = Q - q - lane.g, across = P - p - column();
-    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) of_g[h].template ask<true>(rows + (h * 8 * samples + n), h * 8 < down ? left : 0);
+    const auto ask = [&](Piece& piece, const Element* from, bool here) {
+      if (n + kChunk <= samples)
+        piece.template ask_some<true>(from, here ? kPiece : 0);
+      else
+        piece.template ask<true>(from, here ? left : 0);
+    };
+    UNROLL for (int h = 0; h < HEIGHT * 2; ++h) ask(of_g[h], rows + (h * 8 * samples + n), h * 8 < down);
     UNROLL for (int strip = 0; strip < STRIPS; ++strip)
       UNROLL for (int j = 0; j < kEights; ++j) {
         const int at = strip * kChunk + j * 2;
-        of_x[strip][j].template ask<true>(columns + (at * samples + n), at < across ? left : 0);
+        ask(of_x[strip][j], columns + (at * samples + n), at < across);
       }
   }
   using Sums = typename Base::Sums[HEIGHT][STRIPS][kEights];
@@ -477,14 +516,14 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewO
     }
   }
   // Every `stride`-th tile from `tile` on; what the next one reads is on its way while this one's sums are stored.
-  DEVICE void run(Element* to, const Element* g, const Element* x, int groups, int tile, int stride) {
+  template <bool MORE> DEVICE void run(Element* to, const Element* g, const Element* x, int groups, int tile, int stride) {
     const int all = groups * kAcross * kDown;
     if (tile >= all) return;
     to_tile(g, x, tile);
     ask(0);
     ROLL while (tile < all) {
       Sums y;
-      const int of_q = q, of_p = p, next = tile + stride;
+      const int of_q = q, of_p = p, next = MORE ? tile + stride : all;
       ROLL for (int n = 0; n < samples; n += kChunk) {
         multiply(y);
         if (n + kChunk < samples) {
@@ -505,7 +544,8 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewO
 // are more samples than a few, blocks along x of the grid take turns at 16 of them.
 //
 // Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
-//        HEIGHT, ROUNDS, LOAD, RUN, ROUND_Y, FIRST (of its plan's passes), LAST
+//        HEIGHT, ROUNDS, TILES (of 8 samples at once), MORE (tiles than blocks), LOAD, RUN, ROUND_Y, FIRST (of its plan's
+//        passes), LAST
 template <class Pass> struct Few {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -532,7 +572,8 @@ template <class Pass> struct Few {
   struct Tile {
     int q, fast, slow;
     DEVICE explicit Tile(int tile)
-        : q(tile % kColumnTiles * kRows), fast(tile / kColumnTiles % kGroupTiles * WG), slow(tile / (kColumnTiles * kGroupTiles)) {}
+        : q(tile % kColumnTiles * kRows), fast(tile / kColumnTiles % kGroupTiles * WG),
+          slow(tile / (kColumnTiles * kGroupTiles)) {}
   };
   DEVICE void run() const {
     if constexpr (Pass::FIRST) wait_for_kernel_before();
@@ -552,7 +593,7 @@ template <class Pass> struct Few {
     const auto to_states = [&](int tile, int first) {
       const Tile at(tile);
       const Element* x = static_cast<const Element*>(params.x) + i64(group(at)) * P;
-      rows.to_states(x + first * Pass::X_SAMPLE, batch - first, here(at));
+      rows.to_states(x + first * Pass::X_SAMPLE, here(at) ? batch - first : 0);
     };
     to_weight(tile);
     few_weight(rows);
@@ -589,7 +630,8 @@ template <class Pass> struct Few {
         store_few(static_cast<Element*>(params.y) + (first + n) * Pass::Y_SAMPLE + place, sums);
       }
     };
-    few_units(rows, tile, gridDim.y, kTiles, first, step, batch, to_weight, to_states, {totals.memory + part * Totals::kBytes}, store);
+    const Totals of_part{totals.memory + part * Totals::kBytes};
+    few_units<Pass::MORE>(rows, tile, gridDim.y, kTiles, first, step, batch, to_weight, to_states, of_part, store);
   }
 };
 
@@ -601,9 +643,11 @@ template <class Pass> struct Few {
 //
 // Pass:  Math, Element, K, L, R, P0, Q1, WEIGHT_0 and WEIGHT_1 (which are the weights), GRAD (parameter that grad_y is; w is
 //        the next), OF_0 and OF_1 (where their gradients begin in w), WAYS, ROUNDS, TILES (of 8 samples at once), WORDS (of
-//        a lane in a row, by columns), TALL and STRIPS (of a warp's part of a gradient), TURNS, OF_X and OF_W1 (blocks, that turn, and that make
-//        gradients of x and of the second weight), bytes of an access to rows of the
-//        weights: LOAD, LOAD_0, LOAD_1 (by columns); elements of one: to x ACROSS_X, to groups of grad_y ACROSS_G, to gradients RUN_X, RUN_0, RUN_1
+//        a lane in a row, by columns), HEIGHT (of a warp's part of a weight by rows, or of a gradient, in 16 rows) and STRIPS
+//        (of a gradient), MORE (tiles of a weight than blocks), MORE_TILES (of gradients than warps), blocks: TURNS, OF_X and
+//        OF_W1 (that turn states, make x's gradient, and the second weight's), bytes of an access to rows of the weights:
+//        LOAD, LOAD_0, LOAD_1 (by columns); elements of one: to x ACROSS_X, to groups of grad_y ACROSS_G, to gradients RUN_X,
+//        RUN_0, RUN_1
 template <class Pass> struct FewBackward {
   using Math = typename Pass::Math;
   using Element = typename Pass::Element;
@@ -630,7 +674,8 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
   using Base::K, Base::L, Base::R, Base::P0, Base::Q0, Base::P1, Base::Q1, Base::WAYS, Base::TILES, Base::kThreads, Base::kPiece,
       Base::kAtOnce;
   using Base::params, Base::batch, Base::samples, Base::memory, Base::grad;
-  static constexpr int kColumnTiles = ceil_div(Q0, 16), kAcross = Pass::ACROSS_G, kAcrossX = Pass::ACROSS_X;
+  static constexpr int kRows = Pass::HEIGHT * 16, kColumnTiles = ceil_div(Q0, kRows), kAll = K * kColumnTiles;
+  static constexpr int kAcross = Pass::ACROSS_G, kAcrossX = Pass::ACROSS_X;
   DEVICE FewStates(const Params& given) : Base(given) {}
 
   // ACROSS columns of kPiece rows that are STEP apart, of which `count` are there (or none): column c goes to place(c).
@@ -666,10 +711,10 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     wait_for_kernel_before();
     start_next_kernel();
     if (blockIdx.y < Pass::TURNS) return turn_all(blockIdx.y);
-    using Rows = FewRows<typename Pass::Math, P0, 1, TILES, WAYS, Pass::ROUNDS, Pass::LOAD, K * P0, true>;
+    using Rows = FewRows<typename Pass::Math, P0, Pass::HEIGHT, TILES, WAYS, Pass::ROUNDS, Pass::LOAD, K * P0, true>;
     Rows rows(threadIdx.x / 32);
     const auto to_weight = [&](int tile) {
-      const int j = tile % kColumnTiles * 16;
+      const int j = tile % kColumnTiles * kRows;
       const Element* weight = Base::weight(Pass::WEIGHT_0) + i64(tile / kColumnTiles) * Q0 * P0;
       // Rows count (l, r).
       rows.to_weight([&](int i) {
@@ -688,8 +733,8 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
     const typename Rows::Totals totals{memory};
     Element* h = static_cast<Element*>(params.y) + Base::turned_h();
     const auto store = [&](int tile, int first) {
-      const int k = tile / kColumnTiles, j = tile % kColumnTiles * 16, runs = min(samples - first, kAtOnce) / kPiece;
-      ROLL for (int cell = threadIdx.x; cell < 16 * runs; cell += kThreads) {
+      const int k = tile / kColumnTiles, j = tile % kColumnTiles * kRows, runs = min(samples - first, kAtOnce) / kPiece;
+      ROLL for (int cell = threadIdx.x; cell < kRows * runs; cell += kThreads) {
         const int row = cell / runs, n = cell % runs * kPiece, l = (j + row) / R, r = (j + row) % R;
         if (j + row >= Q0) continue;
         Sum<Element> sums[kPiece];
@@ -698,7 +743,8 @@ template <class Pass> struct FewStates : FewBackward<Pass> {
         store_few(h + (i64(l) * P1 + k * R + r) * samples + first + n, sums);
       }
     };
-    few_units(rows, tile, gridDim.y - Pass::TURNS, K * kColumnTiles, 0, kAtOnce, batch, to_weight, to_states, totals, store);
+    const int stride = gridDim.y - Pass::TURNS;
+    few_units<Pass::MORE>(rows, tile, stride, kAll, 0, kAtOnce, batch, to_weight, to_states, totals, store);
   }
 };
 
@@ -740,7 +786,7 @@ template <class Pass> struct FewBack : FewBackward<Pass> {
         store_few(to + (i64(k) * Q0 + q) * samples + first + n, sums);
       }
     };
-    few_units(columns, tile, gridDim.y, L * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
+    few_units<Pass::MORE>(columns, tile, gridDim.y, L * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
   }
 };
 
@@ -752,8 +798,8 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
       Base::kAtOnce;
   using Base::params, Base::batch, Base::samples, Base::memory;
   using Columns = FewColumns<Math, P0, Q0, Pass::WORDS, TILES, WAYS, Pass::ROUNDS, Pass::LOAD_0, false>;
-  using Outer0 = FewOuter<Math, P0, Q0, Pass::TALL, Pass::STRIPS, Pass::RUN_0>;
-  using Outer1 = FewOuter<Math, P1, Q1, Pass::TALL, Pass::STRIPS, Pass::RUN_1>;
+  using Outer0 = FewOuter<Math, P0, Q0, Pass::HEIGHT, Pass::STRIPS, Pass::RUN_0>;
+  using Outer1 = FewOuter<Math, P1, Q1, Pass::HEIGHT, Pass::STRIPS, Pass::RUN_1>;
   static constexpr int kTiles = ceil_div(P0, Columns::kColumns);
   DEVICE FewLast(const Params& given) : Base(given) {}
   DEVICE void of_x() const {
@@ -783,7 +829,7 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
         store_few<Pass::RUN_X>(to + i64(first + n) * (K * P0) + column, sums, P0 - p - column);
       }
     };
-    few_units(columns, tile, Pass::OF_X, K * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
+    few_units<Pass::MORE>(columns, tile, Pass::OF_X, K * kTiles, 0, kAtOnce, samples, to_weight, to_states, totals, store);
   }
   DEVICE void run() const {
     if (blockIdx.y < Pass::OF_X) return of_x();
@@ -794,10 +840,12 @@ template <class Pass> struct FewLast : FewBackward<Pass> {
     const int block = blockIdx.y - Pass::OF_X, warp = threadIdx.x / 32;
     if (block < Pass::OF_W1)
       Outer1(memory + warp * Outer1::kStaged, samples)
-          .run(w + Pass::OF_1, turned + Base::turned_g(), turned + Base::turned_h(), L, block * WAYS + warp, Pass::OF_W1 * WAYS);
+          .template run<Pass::MORE_TILES>(w + Pass::OF_1, turned + Base::turned_g(), turned + Base::turned_h(), L,
+                                          block * WAYS + warp, Pass::OF_W1 * WAYS);
     else
       Outer0(memory + warp * Outer0::kStaged, samples)
-          .run(w + Pass::OF_0, static_cast<const Element*>(params.x), turned + Base::turned_x(), K,
-               (block - Pass::OF_W1) * WAYS + warp, (gridDim.y - Pass::OF_X - Pass::OF_W1) * WAYS);
+          .template run<Pass::MORE_TILES>(w + Pass::OF_0, static_cast<const Element*>(params.x), turned + Base::turned_x(), K,
+                                          (block - Pass::OF_W1) * WAYS + warp,
+                                          (gridDim.y - Pass::OF_X - Pass::OF_W1) * WAYS);
   }
 };
