@@ -26,6 +26,7 @@ TILES = (2, 4, 8)  # of 8 samples, that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
 STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
 HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
+HELD_TILES = {"float32": 128, "float64": 256}  # by columns, times tiles of samples: with more, ptxas spills
 MOST_REGISTERS = 248
 SECTOR = 32  # bytes that L2 stores at once
 STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
@@ -566,13 +567,15 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
 
 
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
-    most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
     widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
     split = dtype in ("float32", "float64")
     heights = {"FewStates": (1,) if split else (1, 2), "FewBack": (1,), "FewLast": (1,) if split else (2,)}
     most_ways = (1, 2, 4, 8) if template == "FewStates" else (1, 2, 4, 8, 16)  # what turns states needs registers, too
     choices = itertools.product(most_ways, widths, TILES, heights[template])
     for ways, words, tiles, height in choices:
+        most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
+        if template != "FewStates" and dtype in HELD_TILES:
+            most = min(most, HELD_TILES[dtype] // tiles)
         plan = FewPass(template, chain, dtype, gpu, ways, words, 1, tiles, height)
         for rounds in range(1, plan._chunks + 1):
             plan = replace(plan, rounds=rounds)
