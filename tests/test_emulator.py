@@ -37,7 +37,7 @@ from factorlayer.kernels.kronecker import (
 )
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
-from factorlayer.kernels.product import few
+from factorlayer.kernels.product import few, few_backward
 from factorlayer.kernels.product import turn as turns
 from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.weight_halves import with_halves
@@ -1110,7 +1110,7 @@ def test_tiles_of_a_block_of_gradients_of_few_samples(
     chain = replace(chain, tf32=dtype == "tf32")
     passes = []
     for part in ("FewStates", "FewBack", "FewLast"):
-        of_tiles = [each for each in few._passes(part, chain, dtype, gpu) if each.tiles == tiles]
+        of_tiles = [each for each in few_backward._passes(part, chain, dtype, gpu) if each.tiles == tiles]
         more = [each for each in of_tiles if each.row_tiles > each.of_tiles] or of_tiles
         passes.append(max(more, key=lambda each: (each.height, each.rounds > 1, -each.blocks, each.words)))
     check_all_gradients_of_groups(spec, Plan(chain, dtype, SMALL, gpu, tuple(passes)), batch, emulator)
