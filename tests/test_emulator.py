@@ -1059,6 +1059,7 @@ def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> N
         ((9, 13), 5, "float32", 37, 2),
         ((9, 13), 5, "float32", 50, 8),
         ((7, 11), 1, "float64", 59, 4),
+        ((9, 13), 5, "float64", 27, 2),
         ((7, 11), 1, "bfloat16", 23, 8),
     ],
 )
@@ -1072,7 +1073,7 @@ def test_tiles_of_a_block_of_few_samples(
     for i, product in enumerate(products(chain, dtype)):
         tilings = few._tilings(product, gpu, few.SAMPLES[-1:], i == 0, i == 1)
         of_tiles = [each for each in tilings if each.tiles == tiles and each.row_tiles > each.split]
-        both.append(max(of_tiles, key=lambda each: (each.wg, each.rounds, each.ways)))
+        both.append(max(of_tiles, key=lambda each: (each.wg, each.height, each.rounds, each.ways)))
     found = Plan(chain, dtype, SMALL, gpu, tuple(both))
     draw = drawing(dtype)
     x, weights = draw(batch, spec.in_features), [draw(*shape) / 8 for shape in spec.weight_shapes]
@@ -1100,6 +1101,7 @@ def test_tiles_of_a_block_of_few_samples(
         ((5, 30), (21, 6), 7, "float32", 41, 8),
         ((5, 30), (21, 6), 7, "float32", 21, 2),
         ((5, 30), (21, 6), 7, "float64", 57, 4),
+        ((3, 37), (19, 5), 11, "float64", 9, 2),
     ],
 )
 def test_tiles_of_a_block_of_gradients_of_few_samples(
@@ -1112,7 +1114,7 @@ def test_tiles_of_a_block_of_gradients_of_few_samples(
     for part in ("FewStates", "FewBack", "FewLast"):
         of_tiles = [each for each in few_backward._passes(part, chain, dtype, gpu) if each.tiles == tiles]
         more = [each for each in of_tiles if each.row_tiles > each.of_tiles] or of_tiles
-        passes.append(max(more, key=lambda each: (each.height, each.rounds > 1, -each.blocks, each.words)))
+        passes.append(max(more, key=lambda each: (each.height, each.strips, each.rounds > 1, -each.blocks, each.words)))
     check_all_gradients_of_groups(spec, Plan(chain, dtype, SMALL, gpu, tuple(passes)), batch, emulator)
 
 

@@ -53,10 +53,11 @@ def states_ahead(held: int, tiles: int, by_elements: bool = False) -> int:
     return next(ahead for ahead in range(min(held, _most(tiles, by_elements)), 0, -1) if held % ahead == 0)
 
 
-def registers_of(dtype: str, held: int, sums: int, rows: int) -> int:
-    """A thread's registers, `held` of which hold a weight and states: `sums` tiles, `rows` that are pointed to."""
+def registers_of(dtype: str, held: int, height: int, sums: int, rows: int) -> int:
+    """A thread's registers, `held` of which hold a weight and states: `height` left operands, of float as two halves,
+    `sums` tiles, `rows` that are pointed to."""
     each = 8 if dtype in ("float32", "float64") else 4
-    halves = 32 if dtype == "float32" else 0
+    halves = 32 * height if dtype == "float32" else 0
     return round_up((44 if dtype == "float64" else 32) + held + each * sums + 2 * rows + halves, 8)
 
 
@@ -156,7 +157,8 @@ class Few(Pass):
         """Registers of a thread."""
         of_x = (8 if self.load == 2 else 4) * self.tiles * states_ahead(self.chunks, self.tiles, self.load == 2)
         of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
-        return of_words + registers_of(self.product.dtype, self.held + of_x, self.height * self.tiles, self.height * 2)
+        held, rows = self.held + of_x, self.height * 2
+        return of_words + registers_of(self.product.dtype, held, self.height, self.height * self.tiles, rows)
 
     @property
     def registers(self) -> int:
@@ -283,7 +285,7 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
     p = product
-    heights = (1,) if p.dtype in ("float32", "float64") else (1, 2)
+    heights = (1, 2)
     all_tiles = TILES[:1] if len(samples) > 1 else TILES
     least = 1 if len(samples) == 1 or p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
     for wg, ways, height, tiles in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights, all_tiles):

@@ -51,6 +51,7 @@ class FewPass(Pass):
     rounds: int  # in which a thread has its part of a weight
     tiles: int  # of 8 samples that a block's warps multiply at once
     height: int  # of a warp's part of a weight, or of a gradient, in 16 rows
+    strips: int  # of 64 bytes, of a row of a warp's part of a gradient
     us: float = 0.0
 
     header = "few_backward"
@@ -119,11 +120,6 @@ class FewPass(Pass):
     def each(self) -> int:
         """Columns of a lane."""
         return self.words * 4 // self.size
-
-    @property
-    def strips(self) -> int:
-        """Pieces of 64 bytes of a row, of a warp's part of a gradient."""
-        return 4 if self.dtype == "float64" else 2
 
     def _load(self, which: int, most: int) -> int:
         """Bytes of an access to rows of a weight."""
@@ -238,12 +234,13 @@ class FewPass(Pass):
         of_x = (8 if self._by_elements else 4) * self.tiles * states_ahead(self._at_once, self.tiles, self._by_elements)
         tall = self.height if self.part == "FewStates" else self.each // 2
         rows = 16 if self.part == "FewStates" else 16 // self.size
-        needed = registers_of(self.dtype, self.held + of_x, tall * self.tiles, rows)
+        height = self.height if self.part == "FewStates" else 1
+        needed = registers_of(self.dtype, self.held + of_x, height, tall * self.tiles, rows)
         if self.part != "FewLast":
             return needed
         eights, chunks = self.strips * 8 // self.size, 1 if self.size == 2 else 2
         loaded = 4 * (2 * self.height + eights) * chunks
-        return max(needed, registers_of(self.dtype, loaded, self.height * eights, 8))
+        return max(needed, registers_of(self.dtype, loaded, self.height, self.height * eights, 8))
 
     @property
     def registers(self) -> int:
@@ -319,14 +316,15 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
 def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
     widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
     split = dtype in ("float32", "float64")
-    heights = {"FewStates": (1,) if split else (1, 2), "FewBack": (1,), "FewLast": (1, 2) if split else (2,)}
+    heights = {"FewStates": (1, 2), "FewBack": (1,), "FewLast": (1, 2) if split else (2,)}
     most_ways = (1, 2, 4, 8) if template == "FewStates" else (1, 2, 4, 8, 16)  # what turns states needs registers, too
-    choices = itertools.product(most_ways, widths, TILES, heights[template])
-    for ways, words, tiles, height in choices:
+    strips = (2, 4) if dtype == "float64" and template == "FewLast" else (2,)
+    choices = itertools.product(most_ways, widths, TILES, heights[template], strips)
+    for ways, words, tiles, height, strip in choices:
         most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
         if template != "FewStates" and dtype in HELD_TILES:
             most = min(most, HELD_TILES[dtype] // tiles)
-        plan = FewPass(template, chain, dtype, gpu, ways, words, 1, tiles, height)
+        plan = FewPass(template, chain, dtype, gpu, ways, words, 1, tiles, height, strip)
         for rounds in range(1, plan._chunks + 1):
             plan = replace(plan, rounds=rounds)
             if plan.held <= most and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
@@ -355,13 +353,15 @@ def _backward_time(plan: FewPass, batch: int = FEW) -> float:
     products = warps * steps * chunk * tile
     busy = busy_us(gpu, plan.dtype, weight.weight_size * size, warps * steps * loads, products, share)
     if plan.part == "FewLast":
-        eights_across = plan.strips * piece // 2
+        eights_across, spread = plan.strips * piece // 2, min(gpu.sms, plan.split)
         for which in (0, 1):
             read = -(-batch // chunk) * (2 * plan.height + eights_across)
             runs = 16 * plan.height * plan.strips * chunk // (32 * plan.run_of(which))
             stored = runs if plan.run_of(which) == piece else 2 * runs  # by way of shared memory
             cycles = plan._outer_tiles(which) * (OUTER_CYCLES * read + STORE_CYCLES * stored)
-            busy += (cycles / gpu.rates.cycles + plan.both[which].weight_size * size / gpu.memory_bytes) / gpu.sms
+            made = plan.both[which].weight_size * size
+            busy += cycles / (gpu.rates.cycles * spread)
+            busy += max(made / (gpu.memory_bytes * gpu.sms), made / (gpu.l2_bytes * spread))
     waits = passes * -(-steps // states_ahead(plan._at_once, plan.tiles, plan._by_elements))
     tiles = -(-plan.row_tiles // (gpu.sms * plan.blocks))
     rows = 16 * plan.height if plan.part == "FewStates" else 8 * plan.each
