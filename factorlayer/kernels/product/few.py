@@ -19,6 +19,7 @@ MOST_SAMPLES = 64
 TILES = (2, 4, 8)  # of 8 samples, that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
 HELD_ROWS = 64  # registers of a thread that hold a weight, at most
+HELD_FLOATS = 192  # of float, times tiles of samples: with more, ptxas spills
 MOST_REGISTERS = 248
 SECTOR = 32  # bytes that L2 stores at once
 STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
@@ -51,6 +52,11 @@ def held_at_once(chunks: int, tiles: int, by_elements: bool = False) -> int:
 def states_ahead(held: int, tiles: int, by_elements: bool = False) -> int:
     """Chunks of states."""
     return next(ahead for ahead in range(min(held, _most(tiles, by_elements)), 0, -1) if held % ahead == 0)
+
+
+def most_held(dtype: str, tiles: int) -> int:
+    """Registers of a thread that hold a weight by rows, at most."""
+    return min(HELD_ROWS, HELD_FLOATS // tiles) if dtype == "float32" else HELD_ROWS
 
 
 def registers_of(dtype: str, held: int, height: int, sums: int, rows: int) -> int:
@@ -285,7 +291,8 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
     p = product
-    heights = (1, 2)
+    # Of more samples, float and double in tiles of 32 rows have not been measured.
+    heights = (1,) if len(samples) > 1 and p.dtype in ("float32", "float64") else (1, 2)
     all_tiles = TILES[:1] if len(samples) > 1 else TILES
     least = 1 if len(samples) == 1 or p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
     for wg, ways, height, tiles in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights, all_tiles):
@@ -293,10 +300,10 @@ def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, 
             continue
         if ways < least or not 2 <= wg * ways <= 16:
             continue
-        chunks = -(-p.contraction.p // (chunk_of(p.size) * ways))
+        chunks, most = -(-p.contraction.p // (chunk_of(p.size) * ways)), most_held(p.dtype, tiles)
         for rounds in range(1, chunks + 1):
             plan = Few(p, wg, ways, height, rounds, tiles, samples[0], first, last, gpu)
-            if plan.held <= HELD_ROWS and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
+            if plan.held <= most and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
                 if plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:
                     yield from (replace(plan, samples=each) for each in samples if each >= 8 * tiles)
                 break

@@ -14,7 +14,6 @@ from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import FEW, MOST_BLOCKS, OF_FEW, Pass
 from factorlayer.kernels.product.few import (
     BEGIN_US,
-    HELD_ROWS,
     HELD_US,
     MOST_REGISTERS,
     MOST_SAMPLES,
@@ -24,6 +23,7 @@ from factorlayer.kernels.product.few import (
     bytes_of_totals,
     chunk_of,
     held_at_once,
+    most_held,
     registers_of,
     share_of,
     states_ahead,
@@ -321,7 +321,7 @@ def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPa
     strips = (2, 4) if dtype == "float64" and template == "FewLast" else (2,)
     choices = itertools.product(most_ways, widths, TILES, heights[template], strips)
     for ways, words, tiles, height, strip in choices:
-        most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
+        most = most_held(dtype, tiles) if template == "FewStates" else HELD_COLUMNS
         if template != "FewStates" and dtype in HELD_TILES:
             most = min(most, HELD_TILES[dtype] // tiles)
         plan = FewPass(template, chain, dtype, gpu, ways, words, 1, tiles, height, strip)
