@@ -37,7 +37,7 @@ from factorlayer.kernels.kronecker import (
 )
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
-from factorlayer.kernels.product import few
+from factorlayer.kernels.product import few, few_backward
 from factorlayer.kernels.product import turn as turns
 from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.product.weight_halves import with_halves
@@ -1046,6 +1046,76 @@ def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> N
     assert not errors
     right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)])).ravel()
     assert np.linalg.norm(outputs[-1] - right) <= 4 * EPS[dtype] * np.linalg.norm(right)
+
+
+# Blocks with several tiles, one after the other: samples all at once, and in parts; rows in parts and in several
+# rounds, groups side by side of which the last has none
+@pytest.mark.parametrize(
+    ("outputs", "rank", "dtype", "batch", "tiles"),
+    [
+        ((20, 12), 8, "bfloat16", 49, 2),
+        ((20, 12), 8, "float16", 64, 4),
+        ((20, 12), 8, "tf32", 41, 8),
+        ((9, 13), 5, "float32", 37, 2),
+        ((9, 13), 5, "float32", 50, 8),
+        ((7, 11), 1, "float64", 59, 4),
+        ((9, 13), 5, "float64", 27, 2),
+        ((7, 11), 1, "bfloat16", 23, 8),
+    ],
+)
+def test_tiles_of_a_block_of_few_samples(
+    outputs: tuple[int, int], rank: int, dtype: str, batch: int, tiles: int, emulator: Emulator
+) -> None:
+    spec = monarch((12, 45), outputs, rank=rank)
+    gpu = replace(Gpu.of(90), sms=1, shared=40000)
+    chain = Chain.of(spec, False, "identity")
+    both = []
+    for i, product in enumerate(products(chain, dtype)):
+        tilings = few._tilings(product, gpu, few.SAMPLES[-1:], i == 0, i == 1)
+        of_tiles = [each for each in tilings if each.tiles == tiles and each.row_tiles > each.split]
+        both.append(max(of_tiles, key=lambda each: (each.wg, each.height, each.rounds, each.ways)))
+    found = Plan(chain, dtype, SMALL, gpu, tuple(both))
+    draw = drawing(dtype)
+    x, weights = draw(batch, spec.in_features), [draw(*shape) / 8 for shape in spec.weight_shapes]
+    kernels, (made, errors) = emulator.compile(found), ([], [])
+    for value in (None, np.nan):
+        if value is not None:
+            x = x.copy()
+            x[1, 1] = value
+        made, errors = emulator.run(found, kernels, x, weights, None, blocks=1)
+        assert not errors
+        right = np.asarray(naive(spec, torch.from_numpy(x), [*map(torch.from_numpy, weights)]))
+        y = made[-1].reshape(right.shape)
+        fine = np.isfinite(right).all(1)
+        assert fine.sum() == batch - (value is not None) and not np.isfinite(y[~fine]).any()
+        assert np.linalg.norm(y[fine] - right[fine]) <= 4 * EPS[dtype] * np.linalg.norm(right[fine])
+
+
+# The same of gradients' passes, each with more tiles than blocks
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rank", "dtype", "batch", "tiles"),
+    [
+        ((6, 47), (35, 7), 9, "bfloat16", 64, 8),
+        ((6, 48), (32, 8), 8, "float16", 49, 4),
+        ((6, 48), (32, 8), 8, "tf32", 33, 2),
+        ((5, 30), (21, 6), 7, "float32", 41, 8),
+        ((5, 30), (21, 6), 7, "float32", 21, 2),
+        ((5, 30), (21, 6), 7, "float64", 57, 4),
+        ((3, 37), (19, 5), 11, "float64", 9, 2),
+    ],
+)
+def test_tiles_of_a_block_of_gradients_of_few_samples(
+    inputs: tuple[int, int], outputs: tuple[int, int], rank: int, dtype: str, batch: int, tiles: int, emulator: Emulator
+) -> None:
+    spec = monarch(inputs, outputs, rank=rank)
+    gpu, chain = replace(Gpu.of(90), sms=1, shared=40000), all_gradients_of(spec)
+    chain = replace(chain, tf32=dtype == "tf32")
+    passes = []
+    for part in ("FewStates", "FewBack", "FewLast"):
+        of_tiles = [each for each in few_backward._passes(part, chain, dtype, gpu) if each.tiles == tiles]
+        more = [each for each in of_tiles if each.row_tiles > each.of_tiles] or of_tiles
+        passes.append(max(more, key=lambda each: (each.height, each.strips, each.rounds > 1, -each.blocks, each.words)))
+    check_all_gradients_of_groups(spec, Plan(chain, dtype, SMALL, gpu, tuple(passes)), batch, emulator)
 
 
 # Groups that one warp each takes, side by side in whole sectors; more of them than there are

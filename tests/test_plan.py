@@ -1104,7 +1104,7 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     found = plan(chain, "bfloat16", BATCHES[0], Gpu.of(90))
     text = read_text(found.text())
     assert [(p.read, p.written) for p in text.passes] == [("x", "s2"), ("x", "s0"), ("s0", "y")]
-    features, state = 4096 + 4096 + 2 * 11008, 2 * 4096
+    features, state = 4096 + 4096 + 11008, 4096
     assert text.scratch == (8 * state * 2, 0, 64 * features * 2) and text.chunk == 0
     assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)
 

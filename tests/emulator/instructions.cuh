@@ -206,6 +206,11 @@ template <int BYTES> inline void load_global(const void* from, u32 (&x)[BYTES < 
 template <int BYTES> inline void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
   load_global<BYTES>(from, x, present);
 }
+template <int BYTES, bool> inline void load_some(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
+  if (present) load_global<BYTES>(from, x, true);
+}
+inline u32 lower_halves(u32 x, u32 y) { return (x & 0xffff) | y << 16; }
+inline u32 upper_halves(u32 x, u32 y) { return x >> 16 | (y & 0xffff0000); }
 inline void load_five(const void* from, u32 (&x)[5], bool present) {
   memset(x, 0, sizeof x);
   if (!present) return;

@@ -212,6 +212,10 @@ template <int BYTES> DEVICE void store_words(void* to, Words<BYTES> x) {
     *static_cast<Words<BYTES>*>(to) = x;
 }
 
+// Halves of two words: x's and, above it, y's
+DEVICE u32 lower_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x5410); }
+DEVICE u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
+
 // Memory
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "l"(from));
@@ -249,6 +253,28 @@ template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 
   else
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u16 %0, [%1]; }"
                  : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
+}
+// The same, by MADE of either kind, without zeros: what is not `present` stays as it was.
+template <int BYTES, bool MADE> DEVICE void load_some(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
+#define LOAD_SOME(kind)                                                                                                 \
+  if constexpr (BYTES == 16)                                                                                            \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4]; }"          \
+                 : FOUR("+r", x) : "l"(from), "r"(int(present)) : "memory");                                            \
+  else if constexpr (BYTES == 8)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global" kind ".v2.u32 {%0, %1}, [%2]; }"                  \
+                 : TWO("+r", x) : "l"(from), "r"(int(present)) : "memory");                                             \
+  else if constexpr (BYTES == 4)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u32 %0, [%1]; }"                           \
+                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory");                                               \
+  else                                                                                                                  \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u16 %0, [%1]; }"                           \
+                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory")
+  if constexpr (MADE) {
+    LOAD_SOME("");
+  } else {
+    LOAD_SOME(".nc");
+  }
+#undef LOAD_SOME
 }
 // Five words behind one another, which lie in as many accesses
 DEVICE void load_five(const void* from, u32 (&x)[5], bool present) {

@@ -1,8 +1,5 @@
-"""Passes of few samples for an untied contraction or a dense layer, and for all gradients of two: few.cuh, tiles and
-source.
-
-What counts is how soon all of a weight is on its way, and how few kernels wait for each other.
-"""
+"""A pass of few samples for an untied contraction or a dense layer: few.cuh, tiles and source. What counts is how soon
+all of a weight is on its way."""
 
 from __future__ import annotations
 
@@ -12,35 +9,95 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import Asks, ask_for, constants, kinds
+from factorlayer.device.code import Asks, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, OF_FEW, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
-from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 MOST_SAMPLES = 64
-TILE = 16  # samples that a block's warps multiply at once
+TILES = (2, 4, 8)  # of 8 samples, that a block's warps multiply at once
 SAMPLES = (16, 32, 64)  # of a block, where there are more
-STRIPS = 2  # of 64 bytes, of a warp's part of a gradient
-HELD_ROWS, HELD_COLUMNS = 64, 112  # registers of a thread that hold a weight, at most
+HELD_ROWS = 64  # registers of a thread that hold a weight, at most
+HELD_FLOATS = 192  # of float, times tiles of samples: with more, ptxas spills
+MOST_REGISTERS = 248
 SECTOR = 32  # bytes that L2 stores at once
 STORED_BYTES = 40e3  # by a multiprocessor in a microsecond, of whole sectors
 PART_US = 3.2e-3  # for a part of a sector: 2.8 million of them, of 1024 samples of 16 times 256 → 688, took 69 us
 CYCLES = 1.75e3  # in a microsecond
+# Of a pass behind another, more than a small kernel takes, and for each register that holds a weight; of memory's rate
+# that weights come by; cycles of a warp's access to eight rows, and of one to a sum in shared memory, which is waited
+# for; the time that warps' products take, of what the table has for them. Fitted to 230 plans forward and 403 of
+# gradients of 45 Monarch layers on one H100, 1 to 60 samples, all dtypes; of 40 layers drawn afterwards, and those 45,
+# 80 times forward and 84 of all gradients are within 30 %.
+BEGIN_US, HELD_US, OF_MEMORY = 0.15, 0.005, 0.83
+LOAD_CYCLES, ADD_CYCLES, OF_FLOPS = 4.4, 80, 1.5
 
 
-def _chunk(size: int) -> int:
+def chunk_of(size: int) -> int:
     """Elements of a row that a warp's access has: four pieces of 16 bytes."""
     return 64 // size
 
 
-def _registers(held: int, dtype: str) -> int:
-    """A thread's registers, `held` of which hold a weight."""
-    of_pieces = 16 if dtype in ("float32", "float64") else 0
-    return min(255, of_pieces + (64 if held <= 16 else 96 if held <= 32 else 128 if held <= 48 else 240))
+def _most(tiles: int, by_elements: bool) -> int:
+    """Chunks of states, of so many tiles of 8 samples, that a thread has at once, at most."""
+    return (8 if by_elements else 16) // tiles
+
+
+def held_at_once(chunks: int, tiles: int, by_elements: bool = False) -> int:
+    """Chunks of a weight that a thread has at once, of so many that it takes in a round. As few_tiles.cuh has it."""
+    return round_up(chunks, 2) if chunks > _most(tiles, by_elements) else chunks
+
+
+def states_ahead(held: int, tiles: int, by_elements: bool = False) -> int:
+    """Chunks of states."""
+    return next(ahead for ahead in range(min(held, _most(tiles, by_elements)), 0, -1) if held % ahead == 0)
+
+
+def most_held(dtype: str, tiles: int) -> int:
+    """Registers of a thread that hold a weight by rows, at most."""
+    return min(HELD_ROWS, HELD_FLOATS // tiles) if dtype == "float32" else HELD_ROWS
+
+
+def registers_of(dtype: str, held: int, height: int, sums: int, rows: int) -> int:
+    """A thread's registers, `held` of which hold a weight and states: `height` left operands, of float as two halves,
+    `sums` tiles, `rows` that are pointed to."""
+    each = 8 if dtype in ("float32", "float64") else 4
+    halves = 32 * height if dtype == "float32" else 0
+    return round_up((44 if dtype == "float64" else 32) + held + each * sums + 2 * rows + halves, 8)
+
+
+def bytes_of_totals(rows: int, tiles: int, ways: int, size: int, run: int = 0, by_samples: bool = False) -> int:
+    """Bytes of what warps have summed, as WarpTotals has it; `run` is of a lane's samples, where these are more than
+    pairs."""
+    size, samples = max(4, size), 8 * tiles
+    skews = samples // run * (16 if by_samples else 32) // size if run else 0
+    elements = rows * (samples + 8 + skews) if by_samples else samples * (rows + 16 // size) + skews
+    return ways * elements * size + 16
+
+
+def blocks_at_once(threads: int, registers: int, shared: int, gpu: Gpu) -> int:
+    """Blocks that a multiprocessor has at once: each of its four parts has registers of its own."""
+    return max(1, min(4 * (512 // registers) * 32 // threads, (gpu.shared + 1024) // (shared + 1024)))
+
+
+def busy_us(gpu: Gpu, dtype: str, size: int, loads: float, products: float, share: float) -> float:
+    """Microseconds for a weight of so many bytes, `loads` of warps, and multiply-adds, of which a multiprocessor has
+    `share`."""
+    moved = max(size / (OF_MEMORY * gpu.memory_bytes * gpu.sms), share * size / gpu.l2_bytes)
+    moved += share * LOAD_CYCLES * loads / gpu.rates.cycles
+    return max(moved, share * OF_FLOPS * 2 * products / gpu.flops[dtype])
+
+
+def waits_us(gpu: Gpu, tiles: int, waits: int, adds: int) -> float:
+    """Microseconds that the tiles of a block wait, one behind the other: for chunks of states that are not yet there,
+    the first of which are until a small kernel has run; and for so many accesses to sums in shared memory."""
+    return (tiles * waits - 1) * gpu.rates.wait_us + tiles * adds * ADD_CYCLES / gpu.rates.cycles
+
+
+def share_of(tiles: int, gpu: Gpu) -> float:
+    """The busiest multiprocessor's, where tiles are dealt one by one."""
+    return -(-tiles // gpu.sms) / tiles
 
 
 @dataclass(frozen=True)
@@ -52,6 +109,7 @@ class Few(Pass):
     ways: int
     height: int
     rounds: int  # in which a thread has its part of a weight
+    tiles: int  # of 8 samples that a block's warps multiply at once
     samples: int  # of a block
     first: bool
     last: bool
@@ -71,13 +129,18 @@ class Few(Pass):
 
     @property
     def shared(self) -> int:
-        return self.wg * self.ways * self.height * 16 * 18 * max(4, self.product.size)
+        return self.wg * bytes_of_totals(16 * self.height, self.tiles, self.ways, self.product.size)
 
     @property
-    def split(self) -> int:
+    def row_tiles(self) -> int:
+        """Tiles of rows of all groups, which blocks take one after the other."""
         p = self.product
         groups = -(-p.fast // self.wg) * (p.groups // p.fast)
         return -(-p.contraction.q // (16 * self.height)) * groups
+
+    @property
+    def split(self) -> int:
+        return min(self.row_tiles, self.gpu.sms * self.blocks)
 
     @property
     def load(self) -> int:
@@ -85,20 +148,32 @@ class Few(Pass):
         return math.gcd(16, self.product.contraction.p * self.product.size)
 
     @property
+    def chunks(self) -> int:
+        """Chunks of its weight that a warp has at once."""
+        chunks = -(-self.product.contraction.p // (chunk_of(self.product.size) * self.ways))
+        return held_at_once(-(-chunks // self.rounds), self.tiles, self.load == 2)
+
+    @property
     def held(self) -> int:
-        """Registers of a thread. What comes by 2 bytes has one for each."""
-        chunks = -(-self.product.contraction.p // (_chunk(self.product.size) * self.ways))
-        return (16 if self.load == 2 else 8) * self.height * -(-chunks // self.rounds)
+        """Registers of a thread that hold a weight. What comes by 2 bytes has one for each."""
+        return (16 if self.load == 2 else 8) * self.height * self.chunks
+
+    @property
+    def needed(self) -> int:
+        """Registers of a thread."""
+        of_x = (8 if self.load == 2 else 4) * self.tiles * states_ahead(self.chunks, self.tiles, self.load == 2)
+        of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
+        held, rows = self.held + of_x, self.height * 2
+        return of_words + registers_of(self.product.dtype, held, self.height, self.height * self.tiles, rows)
 
     @property
     def registers(self) -> int:
-        of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
-        return min(255, of_words + _registers(self.held, self.product.dtype))
+        return min(MOST_REGISTERS, self.needed)
 
     @property
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        return max(1, 65536 // (self.threads * self.registers))
+        return blocks_at_once(self.threads, self.registers, self.shared, self.gpu)
 
     @property
     def run(self) -> int:
@@ -128,30 +203,50 @@ class Few(Pass):
         return self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        """Microseconds: the weight's way from memory, states' from L2 for each of its tiles, and what is done behind
-        it; more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200. Every 16
-        samples, and every part of a weight, wait for L2 once more, in each block that a multiprocessor takes."""
+        """Microseconds: what is moved and asked for, multiplied or stored, whichever takes longest, and behind it what
+        the tiles of a multiprocessor wait for, one after the other."""
+        if batch > MOST_SAMPLES:
+            return self._us_of_many(batch)
+        p, gpu = self.product, self.gpu
+        chunk, passes = chunk_of(p.size), -(-batch // (8 * self.tiles))
+        steps = -(-p.contraction.p // (chunk * self.ways))
+        warps = self.row_tiles * self.wg * self.ways
+        rows = 2 * self.height * (passes if self.rounds > 1 else 1)  # of eight, with those of states
+        loads = warps * steps * (16 // self.load) * (rows + -(-batch // 8))
+        products = warps * steps * chunk * 16 * self.height * 16 * -(-batch // 16)
+        share = share_of(self.row_tiles, gpu)
+        busy = busy_us(gpu, p.dtype, p.weights * p.size, loads, products, share)
+        busy = max(busy, batch * self.stored_us / gpu.sms)
+        waits = passes * -(-steps // states_ahead(self.chunks, self.tiles, self.load == 2))
+        tiles = -(-self.row_tiles // (gpu.sms * self.blocks))
+        cells = min(batch, 8 * self.tiles) * 16 * self.height * self.wg // self.run
+        accesses = self.run if self.wg > 1 else -(-self.run * max(4, p.size) // 16)
+        adds = passes * -(-cells // self.threads) * self.ways * accesses
+        return gpu.rates.behind_us + BEGIN_US + HELD_US * self.held + busy + waits_us(gpu, tiles, waits, adds)
+
+    def _us_of_many(self, batch: int) -> float:
+        """The same of more samples: the weight's way from memory, states' from L2 for each of its tiles, and what is
+        done behind it; more where not all blocks fit at once, registers are many, or runs short. Fitted to an H200.
+        Every 16 samples, and every part of a weight, wait for L2 once more, in each of a multiprocessor's blocks."""
         p, gpu = self.product, self.gpu
         weight = p.weights * p.size
         blocks, tiles = -(-batch // self.samples), -(-batch // 16)
         # The weights of one behind another are on their way when that one ends, in a graph or not.
         us = gpu.rates.behind_us
-        us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, self.split)))
+        us += max(weight / (gpu.memory_bytes * gpu.sms), weight / (gpu.l2_bytes * min(gpu.sms, self.row_tiles)))
         # A load of a warp has pieces of eight rows, each a line of the first-level cache
         each = 1 / min(gpu.l2_bytes, 4 * self.load * CYCLES) / gpu.sms
         again = tiles if self.rounds > 1 else blocks  # the weight, from L2
         moved = (tiles / self.height + again - 1) * weight * each
         states = batch * (p.x_features * (not p.ours_in) + p.y_features) * p.size / (gpu.memory_bytes * gpu.sms)
-        stored = batch * self.stored_us / gpu.sms if batch > MOST_SAMPLES else 0  # of few, nobody waits for L2
         products = 2 * p.weights * 16 * tiles / (gpu.flops[p.dtype] * gpu.sms)
-        waves = -(-self.split * blocks // (gpu.sms * self.blocks))
+        waves = -(-self.row_tiles * blocks // (gpu.sms * self.blocks))
         turns = -(-min(batch, self.samples) // 16) * self.rounds
         waits = (waves * turns - self.rounds) * gpu.rates.wait_us
         held = (0.014 if p.dtype in ("float32", "float64") else 0.006) * self.held
-        busy = max(moved, products, states, stored)
-        # Of many samples a multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on
-        # one H100 took both.
-        us += busy + waits if batch > MOST_SAMPLES else max(busy, waits)
+        # A multiprocessor's blocks wait for what they all move: seven passes of 1031 to 1811 samples on one H100 took
+        # both.
+        us += max(moved, products, states, batch * self.stored_us / gpu.sms) + waits
         us += (self.rounds - 1) * gpu.rates.wait_us + 0.25 * (waves - 1)
         return us + held + 0.06 * self.wg * self.ways + 1 / self.run
 
@@ -171,315 +266,44 @@ class Few(Pass):
     def told(self) -> list[str]:
         p = self.product
         told = p.told | {"LOAD": self.load, "RUN": self.run}
-        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds}
+        told |= {"WG": self.wg, "WAYS": self.ways, "HEIGHT": self.height, "ROUNDS": self.rounds, "TILES": self.tiles}
+        told |= {"MORE": self.row_tiles > self.split}
         told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "FIRST": self.first, "LAST": self.last}
         return [*kinds(p.dtype), activation_type(p.activation, p.dtype, p.scalars), *constants(told)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
-    """The fastest tiling by prediction, if the product has one; in the middle class of batches for its fewest samples,
-    too."""
-    batches = batches_of(product, batch)
+    """The fastest tiling by prediction, if the product has one, for several numbers of few samples together; in the
+    middle class of batches for its fewest samples, too."""
+    few = tuple(round(each * batch) for each in OF_FEW)
+    batches = few if batch <= MOST_SAMPLES else batches_of(product, batch)
     p = product
     c = p.contraction
     if c.tied and (c.outer * c.inner > 1 or batch > MOST_SAMPLES):
         return None
     if p.x_step > 1 or p.terms > 1 or p.reads_beside:
         return None
-    samples = SAMPLES if batches[-1] > MOST_SAMPLES else SAMPLES[-1:]
+    samples = SAMPLES if batch > MOST_SAMPLES else SAMPLES[-1:]
     tilings = _tilings(product, gpu, samples, first, last)
     found = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches), default=None)
-    return replace(found, us=found.us_of(batches[-1])) if found else None
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:
     p = product
-    heights = (1,) if p.dtype in ("float32", "float64") else (1, 2)
-    longest = 2 * SECTOR if len(samples) > 1 else 16  # bytes of a run
-    least = 1 if len(samples) > 1 and p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
-    for wg, ways, height in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights):
-        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > longest)):
+    # Of more samples, float and double in tiles of 32 rows have not been measured.
+    heights = (1,) if len(samples) > 1 and p.dtype in ("float32", "float64") else (1, 2)
+    all_tiles = TILES[:1] if len(samples) > 1 else TILES
+    least = 1 if len(samples) == 1 or p.dtype != "float32" else 2  # warps of a group: splitting needs registers as well
+    for wg, ways, height, tiles in itertools.product((16, 8, 4, 2, 1), (1, 2, 4, 8, 16), heights, all_tiles):
+        if wg > p.fast or (wg > 1 and (p.b > 1 or wg * p.size > 2 * SECTOR)):
             continue
         if ways < least or not 2 <= wg * ways <= 16:
             continue
-        chunks = -(-p.contraction.p // (_chunk(p.size) * ways))
+        chunks, most = -(-p.contraction.p // (chunk_of(p.size) * ways)), most_held(p.dtype, tiles)
         for rounds in range(1, chunks + 1):
-            plan = Few(p, wg, ways, height, rounds, samples[0], first, last, gpu)
-            if plan.held <= HELD_ROWS and plan.threads * plan.registers <= 65536:
-                if plan.split <= MOST_BLOCKS:
-                    yield from (replace(plan, samples=each) for each in samples)
+            plan = Few(p, wg, ways, height, rounds, tiles, samples[0], first, last, gpu)
+            if plan.held <= most and plan.needed <= MOST_REGISTERS and plan.threads * plan.registers <= 65536:
+                if plan.split <= MOST_BLOCKS and plan.shared <= gpu.shared:
+                    yield from (replace(plan, samples=each) for each in samples if each >= 8 * tiles)
                 break
-
-
-# All gradients of two contractions
-
-
-@dataclass(frozen=True)
-class FewPass(Pass):
-    """One of three passes that make all gradients of two untied contractions."""
-
-    part: str  # the template of its kernel
-    chain: Chain
-    dtype: str
-    gpu: Gpu
-    ways: int
-    words: int  # of a lane's part of a row, by columns
-    rounds: int  # in which a thread has its part of a weight
-    us: float = 0.0
-
-    header = "few"
-    units_per_sample = 1
-    units_per_block = 1 << 40
-    is_apart = True
-
-    @property
-    def template(self) -> str:
-        return self.part
-
-    @property
-    def reads(self) -> str:
-        return {"FewStates": "x", "FewBack": "x", "FewLast": "s0"}[self.part]
-
-    @property
-    def writes(self) -> str:
-        return {"FewStates": "s2", "FewBack": "s0", "FewLast": "y"}[self.part]
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        return self.back_bytes, 0, self.states_bytes
-
-    @property
-    def leaves(self) -> str:
-        return "prepared" if self.part == "FewStates" else ""
-
-    reads_prepared = True
-
-    def us_of(self, batch: int) -> float:
-        return _backward_time(self, batch)
-
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        first, second = self.both
-        if self.part == "FewLast":
-            return batch * first.outer * first.p * self.size, (first.weight_size + second.weight_size) * self.size
-        return (self._bytes_of(batch, padded=True),)
-
-    def written(self, batch: int) -> int:
-        if self.part == "FewLast":
-            return sum(self.outputs(batch))
-        return self._bytes_of(batch, padded=False)
-
-    def _bytes_of(self, batch: int, padded: bool) -> int:
-        """Bytes of the states that it makes. Padding is behind rows that are read by 16 bytes, and rows of samples
-        beyond."""
-        (first, second), samples, piece = self.both, round_up(batch, 8), 16 // self.size
-        rows = [round_up(c.q, piece) for c in self.both]
-        if self.part == "FewStates":
-            turned = first.outer * first.p + second.inner * (second.p + second.q)
-            return (turned * samples + second.inner * rows[1] * (samples if padded else batch)) * self.size
-        return first.outer * (first.q + (rows[0] if padded else first.q)) * samples * self.size
-
-    @property
-    def both(self) -> tuple[Contraction, Contraction]:
-        first, second = self.chain.contractions
-        return first, second
-
-    @kept
-    def rank(self) -> int:
-        first, second = self.both
-        return first.q // second.inner
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.ways
-
-    @property
-    def each(self) -> int:
-        """Columns of a lane."""
-        return self.words * 4 // self.size
-
-    def _load(self, which: int, most: int) -> int:
-        """Bytes of an access to rows of a weight."""
-        return math.gcd(most, self.both[which].p * self.size)
-
-    @property
-    def tall(self) -> int:
-        """Sixteens of rows in a warp's part of a gradient."""
-        return 1 if self.dtype in ("float32", "float64") else 2
-
-    def _column_tiles(self, which: int) -> int:
-        c = self.both[which]
-        return c.outer * c.inner * -(-c.p // (8 * self.each))
-
-    def _outer_tiles(self, which: int) -> int:
-        """Tiles of a weight's gradient, by warps."""
-        c = self.both[which]
-        return c.outer * c.inner * -(-c.q // (16 * self.tall)) * -(-c.p // (STRIPS * _chunk(self.size)))
-
-    @property
-    def multiply_adds(self) -> int:
-        """Multiply-adds of a sample."""
-        first, second = (c.weight_size for c in self.both)
-        return {"FewStates": first, "FewBack": second, "FewLast": 2 * first + second}[self.part]
-
-    @property
-    def states_read(self) -> int:
-        """Elements that blocks read of a sample's states; of those that gradients are summed of, by warps."""
-        first, second = self.both
-        if self.part == "FewStates":
-            return first.outer * -(-first.q // 16) * first.p
-        if self.part == "FewBack":
-            return self._column_tiles(1) * second.q
-        outer = sum(self._outer_tiles(which) for which in (0, 1))
-        return self._column_tiles(0) * first.q + outer * (16 * self.tall + STRIPS * _chunk(self.size))
-
-    @property
-    def turns(self) -> int:
-        """Blocks that turn states: a square of 16 bytes for each thread, of 16 samples."""
-        piece = 16 // self.size
-        first, second = self.both
-        across, across_x = math.gcd(piece, second.inner), math.gcd(piece, first.outer * first.p)
-        units = 16 // piece * (first.outer * first.p // across_x + second.q * second.inner // across)
-        units += 16 * -(-second.q // piece) * (second.inner // across)
-        return -(-units // self.threads)
-
-    @property
-    def split(self) -> int:
-        first, _ = self.both
-        if self.part == "FewStates":
-            return first.outer * -(-first.q // 16) + self.turns
-        if self.part == "FewBack":
-            return self._column_tiles(1)
-        return self._column_tiles(0) + sum(-(-self._outer_tiles(which) // self.ways) for which in (0, 1))
-
-    @property
-    def shared(self) -> int:
-        rows = 16 if self.part == "FewStates" else 8 * self.each
-        return self.ways * rows * 18 * max(4, self.size)
-
-    @property
-    def held(self) -> int:
-        """Registers of a thread that hold a weight."""
-        if self.part == "FewStates":
-            in_rows = 16 if self._load(0, 16) == 2 else 8
-            return in_rows * -(-self._chunks // self.rounds)
-        words = self.words * (2 if self._load(self._by_columns, 16) == 2 else 1)
-        return 16 // self.size * words * -(-self._chunks // self.rounds)
-
-    @property
-    def _by_columns(self) -> int:
-        """The weight that is read by columns."""
-        return 1 if self.part == "FewBack" else 0
-
-    @property
-    def _chunks(self) -> int:
-        """Chunks of what is contracted that a warp has."""
-        c = self.both[self._by_columns]
-        return -(-(c.p if self.part == "FewStates" else c.q) // (_chunk(self.size) * self.ways))
-
-    @property
-    def registers(self) -> int:
-        return max(_registers(self.held, self.dtype), 128 if self.part == "FewLast" else 0)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that a multiprocessor has at once."""
-        return max(1, 65536 // (self.threads * self.registers))
-
-    @property
-    def states_bytes(self) -> int:
-        """Bytes of what the first pass makes, for as many samples as there may be."""
-        first, second = self.both
-        rows = round_up(second.q * self.size, 16) // self.size
-        features = first.outer * first.p + second.inner * (second.p + second.q + rows)
-        return MOST_SAMPLES * features * self.size
-
-    @property
-    def back_bytes(self) -> int:
-        """Bytes of what the second pass makes, for one sample, which is padded to eight."""
-        first, _ = self.both
-        row = round_up(first.q * self.size, 16) // self.size
-        return 8 * first.outer * (first.q + row) * self.size
-
-    def __str__(self) -> str:
-        first, second = self.both
-        what = {"FewStates": f"{first.p}→{first.q} for {first.outer} groups, and states turned"}
-        what |= {"FewBack": f"{second.q}→{second.p} for {second.inner} groups"}
-        what |= {"FewLast": f"{first.q}→{first.p}, and gradients of both weights"}
-        return f"few, backward: {what[self.part]}, {self.ways} warps, {self.shared} bytes of shared memory"
-
-    waits = False
-
-    @property
-    def asks(self) -> Asks:
-        if self.part != "FewStates":
-            return ()
-        weights = [(f"params.weights[{c.weight}]", str(c.weight_size * self.size)) for c in self.both]
-        features = {"params.x": self.chain.in_features, "params.weights[2]": self.chain.out_features}
-        return [*(ask_for(name, count * self.size) for name, count in features.items()), *weights]
-
-    @property
-    def told(self) -> list[str]:
-        first, second = self.both
-        numbers = {"K": first.outer, "L": second.inner, "R": self.rank, "P0": first.p, "Q1": second.q}
-        numbers |= {"WEIGHT_0": first.weight, "WEIGHT_1": second.weight, "GRAD": 2}
-        numbers |= {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        numbers |= {"WAYS": self.ways, "ROUNDS": self.rounds, "WORDS": self.words, "TALL": self.tall}
-        numbers |= {"STRIPS": STRIPS, "TURNS": self.turns}
-        columns, piece = 4 * self.words, 16 // self.size
-        numbers |= {"LOAD": self._load(0, 16), "LOAD_0": self._load(0, columns), "LOAD_1": self._load(1, columns)}
-        numbers |= {"ACROSS_X": math.gcd(piece, first.outer * first.p), "ACROSS_G": math.gcd(piece, second.inner)}
-        numbers |= {"RUN_X": math.gcd(piece, first.p), "RUN_0": math.gcd(piece, first.p, numbers["OF_0"])}
-        numbers |= {"RUN_1": math.gcd(piece, second.p, numbers["OF_1"])}
-        return kinds(self.dtype) + constants(numbers)
-
-
-def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPass, ...] | None:
-    """The three passes; none where they do not take the chain."""
-    if not chain.is_monarch or batch > MOST_SAMPLES:
-        return None
-    found = []
-    for template in ("FewStates", "FewBack", "FewLast"):
-        ways = [replace(plan, us=_backward_time(plan)) for plan in _passes(template, chain, dtype, gpu)]
-        if not ways:
-            return None
-        found.append(min(ways, key=lambda plan: plan.us))
-    return tuple(found)
-
-
-def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPass]:
-    most = HELD_ROWS if template == "FewStates" else HELD_COLUMNS
-    widths = (4,) if dtype == "float64" else (2,) if template == "FewStates" else (2, 4)
-    for ways, words in itertools.product((2, 4, 8, 16), widths):
-        plan = FewPass(template, chain, dtype, gpu, ways, words, 1)
-        for rounds in range(1, plan._chunks + 1):
-            plan = replace(plan, rounds=rounds)
-            if plan.held <= most and plan.threads * plan.registers <= 65536:
-                if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
-                    yield plan
-                break
-
-
-def _backward_time(plan: FewPass, batch: int = TILE) -> float:
-    """Microseconds, as above: multiprocessors without a block cost, too, and blocks of many warps that write. Blocks of
-    every wave wait for further tiles of samples, where a weight that has several rounds comes again, unless what they
-    read of states, or multiply, takes longer."""
-    first, second = plan.both
-    gpu, size = plan.gpu, plan.size
-    waves, further = -(-plan.split // (gpu.sms * plan.blocks)), -(-batch // TILE) - 1
-    states, products = (
-        plan.states_read * TILE * size / gpu.l2_bytes,
-        2 * plan.multiply_adds * TILE / gpu.flops[plan.dtype],
-    )
-    again = further * max(waves * plan.rounds * gpu.rates.wait_us, states / gpu.sms, products / gpu.sms)
-    if plan.template == "FewStates":
-        held = 0.014 if plan.dtype == "float32" else 0.008
-        us = gpu.rates.behind_us + first.weight_size * size / (gpu.memory_bytes * gpu.sms)
-        us += 0.3 * (waves - 1) + held * plan.held + 0.06 * plan.ways + (plan.rounds - 1) * gpu.rates.wait_us
-        return us + again
-    if plan.template == "FewBack":
-        moved, tiles, of_warps = second.weight_size, plan.split, 0.03
-    else:
-        moved, tiles, of_warps = 2 * first.weight_size + second.weight_size, plan._column_tiles(0), 0.025 * size
-    us = gpu.rates.behind_us + moved * size / (gpu.memory_bytes * gpu.sms) + max(0.0, 1 - tiles / gpu.sms)
-    us += (plan.rounds - 1) * gpu.rates.wait_us
-    return us + 1.3 * (waves - 1) + 0.02 * plan.held + of_warps * plan.ways + again

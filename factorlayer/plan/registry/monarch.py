@@ -9,7 +9,7 @@ from factorlayer.kernels.monarch import (
     slab_backward,
     untied_backward,
 )
-from factorlayer.kernels.product import few
+from factorlayer.kernels.product import few_backward
 from factorlayer.plan.registry.family import FEW, MANY, ON_TABLES, Family, Margin, Takes
 
 # Both contractions of a Monarch layer: tile(chain, dtype, batch, gpu)
@@ -51,8 +51,8 @@ SLAB_BACKWARD = Family(
 )
 FEW_BACKWARD = Family(
     "All gradients of few samples of a Monarch layer",
-    few.all_gradients,
-    (few.FewPass,),
+    few_backward.all_gradients,
+    (few_backward.FewPass,),
     "few-samples",
     Takes(factors=(2, 2), tied=False, samples=FEW),
     named="few backward",
