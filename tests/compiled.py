@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from once import Compile
 
 RECORD = Path(__file__).with_name("compiled.txt")
-SHARE = 20
+SHARE = 50
 # Whose kernels are drawn, by its number; where processes of a run put down the lines of kernels that it asked for
 DRAWN, ASKED = "FACTORLAYER_TEST_DRAWN", "FACTORLAYER_TEST_ASKED"
 

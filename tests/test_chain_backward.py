@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -115,8 +116,8 @@ CASES = [
     ((5, 6, 7), (7, 6, 5), 2, "float64", 5, 2),
     ((20, 3, 24), (11, 5, 24), 1, "bfloat16", 5, 2),
     ((10, 12, 9), (10, 12, 9), 3, "float16", 3, 3),
-    ((10, 12, 9), (6, 12, 17), 1, "tf32", 5, 3),
     ((2, 3, 2, 19), (2, 3, 2, 19), 2, "tf32", 6, 2),
+    ((10, 12, 9), (6, 12, 17), 1, "tf32", 5, 3),
     ((40, 36), (36, 40), 1, "float32", 5, 2),
     ((90, 7), (131, 5), 1, "float16", 3, 2),
     ((131, 3), (90, 3), 2, "float64", 2, 2),
@@ -134,8 +135,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes_in", "sizes_out", "rank", "dtype", "batch", "count"), CASES, ids=str)
-@pytest.mark.parametrize("arch", [80, 90])
+# Each on one of two GPUs, in turn for each dtype
+ON_A_GPU = [(*case, (80, 90)[sum(other[3] == case[3] for other in CASES[:i]) % 2]) for i, case in enumerate(CASES)]
+
+
+def test_dtypes_and_numbers_of_visits_meet_both_gpus() -> None:
+    for at, least in ((3, 5), (5, 4)):
+        met = collections.Counter({(case[at], case[-1]): case[at] for case in ON_A_GPU if case[at]}.values())
+        assert len(met) >= least and {*met.values()} == {2}
+
+
+@pytest.mark.parametrize(("sizes_in", "sizes_out", "rank", "dtype", "batch", "count", "arch"), ON_A_GPU, ids=str)
 def test_visits_are_right(
     sizes_in: tuple[int, ...],
     sizes_out: tuple[int, ...],
@@ -180,11 +190,16 @@ def test_gradients_of_terms_in_half_precision_may_be_far_apart(
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "rank"),
-    [(124, "float64", 2), (131, "float32", 1), (131, "tf32", 3), (131, "bfloat16", 2), (131, "float16", 1)],
+    ("size", "dtype", "rank", "arch"),
+    [
+        (124, "float64", 2, 80),
+        (131, "float32", 1, 90),
+        (131, "tf32", 3, 80),
+        (131, "bfloat16", 2, 80),
+        (131, "float16", 1, 90),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("arch", [80, 90])
 def test_parts_of_a_middle_weight_write_beside_what_they_read(
     size: int, dtype: str, rank: int, arch: int, emulator: Emulator
 ) -> None:

@@ -70,7 +70,6 @@ MOST_CALLS = 2_000_000
 # Of a thread, in which no processor makes so many: counting takes longer than planning, and is for what may be long.
 LEAST_SECONDS = 0.05
 
-gpus = pytest.mark.parametrize("gpu", [Gpu.of(arch) for arch in GENERATIONS], ids=lambda gpu: f"sm_{gpu.arch}")
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -236,10 +235,22 @@ def check_plan(found: Plan, chain: Chain) -> None:
 
 # Every legal layer
 
+# Every layer for every dtype, each time on two of the GPUs, so that each layer meets all of them, and each dtype does
+LAYERS = [
+    pytest.param(spec, dtype, Gpu.of(GENERATIONS[(i + j + 3 * half) % 6]), id=f"{spec_id(spec)}-{dtype}-{half}")
+    for i, spec in enumerate(AWKWARD_SPECS)
+    for j, dtype in enumerate(DTYPES)
+    for half in range(2)
+]
 
-@gpus
-@dtypes
-@pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
+
+def test_layers_meet_every_gpu() -> None:
+    given = [each.values for each in LAYERS]
+    assert {(spec, gpu) for spec, _, gpu in given} == {*itertools.product(AWKWARD_SPECS, map(Gpu.of, GENERATIONS))}
+    assert {(dtype, gpu) for _, dtype, gpu in given} == {*itertools.product(DTYPES, map(Gpu.of, GENERATIONS))}
+
+
+@pytest.mark.parametrize(("spec", "dtype", "gpu"), LAYERS)
 def test_every_layer_has_a_plan(spec: LayerSpec, dtype: str, gpu: Gpu) -> None:
     chain, batch = chain_of(spec), a_batch(spec, dtype, gpu.arch)
     begin = time.thread_time()
@@ -683,7 +694,8 @@ def check_banks(stage: Stage, reads: str) -> None:
 @dtypes
 def test_operands_are_read_without_bank_conflicts(dtype: str) -> None:
     seen = set()
-    for spec, gpu in itertools.product(AWKWARD_SPECS, (Gpu.of(80), Gpu.of(90))):
+    for i, spec in enumerate(AWKWARD_SPECS, DTYPES.index(dtype)):
+        gpu = Gpu.of((80, 90)[i % 2])
         found = plan(chain_of(spec), dtype, a_batch(spec, dtype, gpu.arch), gpu)
         for stage, reads in single_stages(found):
             check_banks(stage, reads)

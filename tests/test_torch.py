@@ -199,9 +199,8 @@ def test_compile_with_inductor_trains_as_eager() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(8, 16, requires_grad=True)
-    plain = nn.Sequential(nn.Linear(16, 36), nn.GELU(), nn.Linear(36, 4))
     try:
-        gradients(torch.compile(plain, fullgraph=True), x)
+        torch.compile(nn.GELU(), fullgraph=True)(x.detach())
     except (
         BackendCompilerFailed,
         CppCompileError,

@@ -26,9 +26,9 @@ from factorlayer.plan.plan import Plan
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++17", "-w", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
 # A kernel's compiler takes longer than it does: a little less without what tells how to leave functions, and a tenth
-# less where the many functions that are called once are part of those that call them
+# less where the many functions that are called once are part of those that call them, and where nobody guesses branches
 KERNEL = ["-Og", "-fstack-reuse=none", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
-KERNEL += ["-finline-functions-called-once"]
+KERNEL += ["-finline-functions-called-once", "-fno-guess-branch-probability"]
 KERNEL += ["-fPIC", "-fvisibility=hidden"]
 EMULATOR = ["-O3", "-mavx2"]  # which most of a kernel's time is in
 # A kernel calls what the emulator has, and is linked with nothing. By way of g++ the linker takes twice as long.
@@ -110,12 +110,29 @@ class Emulator:
             self.made / f"{path.stem}.o", lambda part: compile_cpp([*EMULATOR, "-c", str(path), "-o", str(part)])
         )
 
-    def library(self, number: int, text: str) -> Path:
-        """Of a kernel. Without `shared` the next one takes its place."""
+    def headers(self, text: str) -> tuple[str, str]:
+        """A name for what a kernel includes, which is compiled once with `shared`, and what follows it."""
+        headers, mark, kernel = text.partition('#line 1 "kernel"')
+        name = f"{name_of(headers)}.h"
+
+        def build(part: Path) -> None:
+            path = self.folder / name
+            path.write_text(headers)
+            compile_cpp([f"-I{HERE}", *KERNEL, "-x", "c++-header", str(path), "-o", str(part)])
+            path.unlink()
+
+        once(self.made / f"{name}.gch", build)
+        return name, mark + kernel
+
+    def library(self, number: int, text: str, changed: bool = False) -> Path:
+        """Of a kernel. Without `shared` the next one takes its place. Changed headers are few kernels'."""
 
         def build(library: Path) -> None:
-            path = self.folder / f"kernel{number}.cpp"
-            path.write_text(text)
+            path, code = self.folder / f"kernel{number}.cpp", text
+            if self.shared and not changed:
+                name, kernel = self.headers(text)
+                code = f'#include "{name}"\n{kernel}'
+            path.write_text(code)
             compiled = str(path.with_suffix(".o"))
             compile_cpp([f"-I{self.made}", *KERNEL, "-c", str(path), "-o", compiled])
             called([*LINK, compiled, "-o", str(library)])
@@ -137,7 +154,10 @@ class Emulator:
             assert any(old in text for text in texts.values()), f"the device code has no {old!r}"
             texts = {i: text.replace(old, new) for i, text in texts.items()}
         sizes = {i: int(found[1]) if found else 1 for i, found in clusters.items()}
-        return [Kernel(self.program, self.library(i, text), plan.passes[i], sizes[i]) for i, text in texts.items()]
+        return [
+            Kernel(self.program, self.library(i, text, bool(changes)), plan.passes[i], sizes[i])
+            for i, text in texts.items()
+        ]
 
     def run(
         self,

@@ -188,6 +188,7 @@ struct Meeting {
 struct Block {
   vector<Cell> cells;
   vector<u32> products;  // for 16 bytes and each warp: its last wait for products that read them
+  bool has_products = false;
   u8* memory;
   Meeting meetings[16];
 };
@@ -226,6 +227,7 @@ inline void check_write(const char* what, u32 to, u32 bytes) {
     if (!after(cell.reader, cell.read)) error("race: %s at %u and a read of thread %d", what, at, cell.reader);
     cell.writer = short(current), cell.written = step();
   }
+  if (!blocks[block_of(to)].has_products) return;
   const int warps = threads / 32;
   const u32* products = &blocks[block_of(to)].products[offset_of(to) / 16 * warps];
   for (const u32* end = products + (bytes + 15) / 16 * warps; products != end; products += warps)

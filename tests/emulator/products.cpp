@@ -40,7 +40,8 @@ const u8* read_operand(u32 at, Clock& known, u32 wait) {
     else if (known.fenced()[cell.writer] < cell.written)
       error("no fence: a matrix unit reads at %u what thread %d wrote", offset_of(at), cell.writer);
   }
-  blocks[current / block_threads].products[offset_of(at) / 16 * (threads / 32) + current / 32] = wait;
+  Block& block = blocks[current / block_threads];
+  block.products[offset_of(at) / 16 * (threads / 32) + current / 32] = wait, block.has_products = true;
   return memory_at(at);
 }
 // Of 16 bytes, or fewer.
