@@ -402,7 +402,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
 
 def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[Wide]:
     size, splits = product.size, product.dtype == "float32"
-    whole = product.b * size % SECTOR == 0  # whether threads store whole sectors: shared memory is slower then
+    by_threads = []
     for consumers, (held, run, cluster) in itertools.product((1, 2, 3), _holdings(product)):
         if (consumers > 2 and (size == 2 or (held > 1 and not splits))) or (shifted and cluster > 1):
             continue
@@ -413,9 +413,11 @@ def _tilings(product: Product, batch: int, gpu: Gpu, shifted: bool) -> Iterator[
         for n in _widths(product, run):
             plan = Wide(product, consumers, n, held, run, batch, gpu, cluster, shifted=shifted)
             if plan.sums <= most and (plan.store >= 4 or plan.is_staged) and plan.slots >= 3:
-                whole = whole or plan.is_paired
-                yield plan
-    for consumers, runs in itertools.product((1, 2), () if whole else runs_of(product)):
+                by_threads.append(plan)
+    yield from by_threads
+    if product.b * size % SECTOR == 0 or any(plan.is_paired for plan in by_threads):
+        return  # threads store whole sectors, and shared memory would be slower
+    for consumers, runs in itertools.product((1, 2), runs_of(product)):
         plan = Wide(product, consumers, runs.n, runs.held, 2, batch, gpu, shifted=shifted, runs=runs)
         if plan.slots >= 3:
             yield plan
