@@ -298,6 +298,11 @@ def fastest(plans: Iterable[Tiled]) -> Tiled | None:
     return min(plans, key=lambda plan: plan.us, default=None)
 
 
+def few_samples(batch: int) -> tuple[int, ...]:
+    """Numbers of samples that what is made for so few is compared by."""
+    return tuple(round(each * batch) for each in OF_FEW)
+
+
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:
     """The fastest for so many samples and for twice as many together: one number alone may just fill the last round of
     tiles. None where there is none."""

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import OF_FEW as SHARES
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, few_samples
 from factorlayer.kernels.product.streamed import LEAST_OF_SOME, Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
@@ -23,7 +22,7 @@ from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES,
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
 TURNED = 1.1
-OF_FEW = tuple(round(each * BATCHES[0]) for each in SHARES)  # samples that the smallest class counts for
+OF_FEW = few_samples(BATCHES[0])  # that the smallest class counts for
 MANY_MORE = 4  # times as many samples as the largest class of batches is planned for, which count as well
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 

@@ -17,7 +17,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together

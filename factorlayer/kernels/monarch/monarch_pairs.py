@@ -18,7 +18,6 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.monarch import monarch_chunks
-from factorlayer.kernels.monarch.layer import OfMonarch
 from factorlayer.kernels.monarch.monarch_chunks import (
     GRAD,
     MOST_ACROSS,
@@ -32,6 +31,7 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     registers,
     row_stride,
 )
+from factorlayer.kernels.monarch_layer import OfMonarch
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import LOADED_INSTRUCTIONS
 from factorlayer.kernels.stages import INSTRUCTIONS, together

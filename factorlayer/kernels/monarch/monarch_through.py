@@ -14,7 +14,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.monarch.layer import OfMonarch, takes_forward
+from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest, tensor_map
 from factorlayer.maths.chain import Chain
 

@@ -7,11 +7,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, OF_FEW, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, few_samples
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
 
@@ -76,11 +77,6 @@ def bytes_of_totals(rows: int, tiles: int, ways: int, size: int, run: int = 0, b
     return ways * elements * size + 16
 
 
-def blocks_at_once(threads: int, registers: int, shared: int, gpu: Gpu) -> int:
-    """Blocks that a multiprocessor has at once: each of its four parts has registers of its own."""
-    return max(1, min(4 * (512 // registers) * 32 // threads, (gpu.shared + 1024) // (shared + 1024)))
-
-
 def busy_us(gpu: Gpu, dtype: str, size: int, loads: float, products: float, share: float) -> float:
     """Microseconds for a weight of so many bytes, `loads` of warps, and multiply-adds, of which a multiprocessor has
     `share`."""
@@ -100,8 +96,28 @@ def share_of(tiles: int, gpu: Gpu) -> float:
     return -(-tiles // gpu.sms) / tiles
 
 
+class OfFew(Pass):
+    """A pass of few samples, with what is the same of those forward and back. `needed` are registers of a thread."""
+
+    gpu: Gpu
+    needed: Any
+
+    units_per_sample = 1
+    waits = False
+
+    @property
+    def registers(self) -> int:
+        return int(min(MOST_REGISTERS, self.needed))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor has at once: each of its four parts has registers of its own."""
+        registers = 4 * (512 // self.registers) * 32
+        return max(1, min(registers // self.threads, (self.gpu.shared + 1024) // (self.shared + 1024)))
+
+
 @dataclass(frozen=True)
-class Few(Pass):
+class Few(OfFew):
     """A pass of one contraction, tiled. `us` is the time predicted."""
 
     product: Product
@@ -116,7 +132,6 @@ class Few(Pass):
     gpu: Gpu
     us: float = 0.0
 
-    units_per_sample = 1
     blocks_per_sm = 0  # as many as there is work
 
     @property
@@ -165,15 +180,6 @@ class Few(Pass):
         of_words = 24 if self.product.dtype == "float32" and self.load < 16 else 0
         held, rows = self.held + of_x, self.height * 2
         return of_words + registers_of(self.product.dtype, held, self.height, self.height * self.tiles, rows)
-
-    @property
-    def registers(self) -> int:
-        return min(MOST_REGISTERS, self.needed)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that a multiprocessor has at once."""
-        return blocks_at_once(self.threads, self.registers, self.shared, self.gpu)
 
     @property
     def run(self) -> int:
@@ -256,8 +262,6 @@ class Few(Pass):
         columns = f"{16 * self.height} columns for {self.wg} of {p.groups} groups"
         return f"{c.p}→{c.q}, {columns}, {self.wg * self.ways} warps"
 
-    waits = False
-
     @property
     def asks(self) -> Asks:
         return self.product.asks if self.first else ()
@@ -275,8 +279,7 @@ class Few(Pass):
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
     """The fastest tiling by prediction, if the product has one, for several numbers of few samples together; in the
     middle class of batches for its fewest samples, too."""
-    few = tuple(round(each * batch) for each in OF_FEW)
-    batches = few if batch <= MOST_SAMPLES else batches_of(product, batch)
+    batches = few_samples(batch) if batch <= MOST_SAMPLES else batches_of(product, batch)
     p = product
     c = p.contraction
     if c.tied and (c.outer * c.inner > 1 or batch > MOST_SAMPLES):

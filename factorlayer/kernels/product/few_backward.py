@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import FEW, MOST_BLOCKS, OF_FEW, Pass
+from factorlayer.kernels.monarch_layer import OfMonarch
+from factorlayer.kernels.passes import MOST_BLOCKS, few_samples
 from factorlayer.kernels.product.few import (
     BEGIN_US,
     HELD_US,
     MOST_REGISTERS,
     MOST_SAMPLES,
     TILES,
-    blocks_at_once,
+    OfFew,
     busy_us,
     bytes_of_totals,
     chunk_of,
@@ -31,7 +31,6 @@ from factorlayer.kernels.product.few import (
 )
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
-from factorlayer.maths.spec import Contraction
 
 HELD_COLUMNS = 112  # registers of a thread that hold a weight by columns, at most
 HELD_TILES = {"float32": 128, "float64": 256}  # times tiles of samples: with more, ptxas spills
@@ -39,7 +38,7 @@ OUTER_CYCLES, STORE_CYCLES = 12, 4  # of a warp's access to states of which grad
 
 
 @dataclass(frozen=True)
-class FewPass(Pass):
+class FewPass(OfFew, OfMonarch):
     """One of three passes that make all gradients of two untied contractions."""
 
     part: str  # the template of its kernel
@@ -55,7 +54,6 @@ class FewPass(Pass):
     us: float = 0.0
 
     header = "few_backward"
-    units_per_sample = 1
     units_per_block = 1 << 40
     is_apart = True
 
@@ -82,7 +80,40 @@ class FewPass(Pass):
     reads_prepared = True
 
     def us_of(self, batch: int) -> float:
-        return _backward_time(self, batch)
+        """Microseconds, as few.py has them; of the last pass also those of what it reads and stores of gradients."""
+        gpu, size, piece = self.gpu, self.size, 16 // self.size
+        weight, chunk = self.both[self._by_columns], chunk_of(self.size)
+        passes, eights = -(-batch // (8 * self.tiles)), -(-batch // 8)
+        again = passes if self.rounds > 1 else 1
+        warps = self.row_tiles * self.ways
+        if self.part == "FewStates":
+            steps = -(-weight.p // (chunk * self.ways))
+            loads = (16 // self._load(0, 16)) * (2 * self.height * again + eights)
+            tile = 16 * self.height * 16 * -(-batch // 16)
+        else:
+            steps, row = -(-weight.q // (chunk * self.ways)), 4 * self.words
+            of_states = -(-min(eights, self.tiles) // min(self.tiles, piece)) * passes
+            loads = piece * (row // self._load(self._by_columns, row) * again + of_states)
+            tile = 8 * self.each * passes * 8 * self.tiles
+        share = 1 / gpu.sms if self.part == "FewLast" else share_of(self.row_tiles, gpu)
+        products = warps * steps * chunk * tile
+        busy = busy_us(gpu, self.dtype, weight.weight_size * size, warps * steps * loads, products, share)
+        if self.part == "FewLast":
+            eights_across, spread = self.strips * piece // 2, min(gpu.sms, self.split)
+            for which in (0, 1):
+                read = -(-batch // chunk) * (2 * self.height + eights_across)
+                runs = 16 * self.height * self.strips * chunk // (32 * self.run_of(which))
+                stored = runs if self.run_of(which) == piece else 2 * runs  # by way of shared memory
+                cycles = self._outer_tiles(which) * (OUTER_CYCLES * read + STORE_CYCLES * stored)
+                made = self.both[which].weight_size * size
+                busy += cycles / (gpu.rates.cycles * spread)
+                busy += max(made / (gpu.memory_bytes * gpu.sms), made / (gpu.l2_bytes * spread))
+        waits = passes * -(-steps // states_ahead(self._at_once, self.tiles, self._by_elements))
+        tiles = -(-self.row_tiles // (gpu.sms * self.blocks))
+        rows = 16 * self.height if self.part == "FewStates" else 8 * self.each
+        cells = min(8 * eights, 8 * self.tiles) * rows // piece
+        adds = passes * -(-cells // self.threads) * self.ways * piece * max(4, size) // 16
+        return gpu.rates.behind_us + BEGIN_US + HELD_US * self.held + busy + waits_us(gpu, tiles, waits, adds)
 
     def outputs(self, batch: int) -> tuple[int, ...]:
         first, second = self.both
@@ -101,16 +132,6 @@ class FewPass(Pass):
         if self.part == "FewStates":
             return (first.outer * first.p + second.inner * (second.p + second.q)) * samples * self.size
         return first.outer * first.q * samples * self.size
-
-    @property
-    def both(self) -> tuple[Contraction, Contraction]:
-        first, second = self.chain.contractions
-        return first, second
-
-    @kept
-    def rank(self) -> int:
-        first, second = self.both
-        return first.q // second.inner
 
     @property
     def threads(self) -> int:
@@ -243,15 +264,6 @@ class FewPass(Pass):
         return max(needed, registers_of(self.dtype, loaded, self.height, self.height * eights, 8))
 
     @property
-    def registers(self) -> int:
-        return min(MOST_REGISTERS, self.needed)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks that a multiprocessor has at once."""
-        return blocks_at_once(self.threads, self.registers, self.shared, self.gpu)
-
-    @property
     def states_bytes(self) -> int:
         """Bytes of what the first pass makes, for as many samples as there may be."""
         first, second = self.both
@@ -270,8 +282,6 @@ class FewPass(Pass):
         what |= {"FewBack": f"{second.q}→{second.p} for {second.inner} groups"}
         what |= {"FewLast": f"{first.q}→{first.p}, and gradients of both weights"}
         return f"few, backward: {what[self.part]}, {self.ways} warps, {self.shared} bytes of shared memory"
-
-    waits = False
 
     @property
     def asks(self) -> Asks:
@@ -305,8 +315,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
     found = []
     for template in ("FewStates", "FewBack", "FewLast"):
         ways = _passes(template, chain, dtype, gpu)
-        few = [round(each * batch) for each in OF_FEW]
-        plan = min(ways, key=lambda plan: math.prod(plan.us_of(each) for each in few), default=None)
+        plan = min(ways, key=lambda plan: math.prod(plan.us_of(each) for each in few_samples(batch)), default=None)
         if not plan:
             return None
         found.append(replace(plan, us=plan.us_of(batch)))
@@ -331,40 +340,3 @@ def _passes(template: str, chain: Chain, dtype: str, gpu: Gpu) -> Iterator[FewPa
                 if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS:
                     yield plan
                 break
-
-
-def _backward_time(plan: FewPass, batch: int = FEW) -> float:
-    """Microseconds, as few.py has them; of the last pass also those of what it reads and stores of gradients."""
-    gpu, size, piece = plan.gpu, plan.size, 16 // plan.size
-    weight, chunk = plan.both[plan._by_columns], chunk_of(plan.size)
-    passes, eights = -(-batch // (8 * plan.tiles)), -(-batch // 8)
-    again = passes if plan.rounds > 1 else 1
-    warps = plan.row_tiles * plan.ways
-    if plan.part == "FewStates":
-        steps = -(-weight.p // (chunk * plan.ways))
-        loads = (16 // plan._load(0, 16)) * (2 * plan.height * again + eights)
-        tile = 16 * plan.height * 16 * -(-batch // 16)
-    else:
-        steps, row = -(-weight.q // (chunk * plan.ways)), 4 * plan.words
-        of_states = -(-min(eights, plan.tiles) // min(plan.tiles, piece)) * passes
-        loads = piece * (row // plan._load(plan._by_columns, row) * again + of_states)
-        tile = 8 * plan.each * passes * 8 * plan.tiles
-    share = 1 / gpu.sms if plan.part == "FewLast" else share_of(plan.row_tiles, gpu)
-    products = warps * steps * chunk * tile
-    busy = busy_us(gpu, plan.dtype, weight.weight_size * size, warps * steps * loads, products, share)
-    if plan.part == "FewLast":
-        eights_across, spread = plan.strips * piece // 2, min(gpu.sms, plan.split)
-        for which in (0, 1):
-            read = -(-batch // chunk) * (2 * plan.height + eights_across)
-            runs = 16 * plan.height * plan.strips * chunk // (32 * plan.run_of(which))
-            stored = runs if plan.run_of(which) == piece else 2 * runs  # by way of shared memory
-            cycles = plan._outer_tiles(which) * (OUTER_CYCLES * read + STORE_CYCLES * stored)
-            made = plan.both[which].weight_size * size
-            busy += cycles / (gpu.rates.cycles * spread)
-            busy += max(made / (gpu.memory_bytes * gpu.sms), made / (gpu.l2_bytes * spread))
-    waits = passes * -(-steps // states_ahead(plan._at_once, plan.tiles, plan._by_elements))
-    tiles = -(-plan.row_tiles // (gpu.sms * plan.blocks))
-    rows = 16 * plan.height if plan.part == "FewStates" else 8 * plan.each
-    cells = min(8 * eights, 8 * plan.tiles) * rows // piece
-    adds = passes * -(-cells // plan.threads) * plan.ways * piece * max(4, size) // 16
-    return gpu.rates.behind_us + BEGIN_US + HELD_US * plan.held + busy + waits_us(gpu, tiles, waits, adds)
