@@ -6,7 +6,7 @@
 //     interleaved  [features, samples]   vectors run along the samples: full vectors for any sizes, at the price of a
 //                                        transpose at either end
 // In both, a tied contraction is y[o, :, i] = W x[o, :, i] over `slabs` values of o and `width` values of i. What each way
-// of doing it costs is counted in vector operations, by which the layouts are chosen (phase.h), too.
+// of doing it costs is counted in cycles, by which the layouts are chosen (phase.h), too.
 
 inline int64_t in_of(const Contraction& c) { return c.outer * c.p * c.inner; }
 inline int64_t out_of(const Contraction& c) { return c.outer * c.q * c.inner; }
@@ -19,18 +19,27 @@ struct Block {
   int64_t width(const Contraction& c) const { return interleaved ? c.inner * samples : c.inner; }
 };
 
-// Vector operations, measured beside a multiply-add of a vector: for each vector that a transpose moves, for each dot product
-// behind its multiply-adds, for each vector of a product's result, and for each call of multiply().
+// Cycles: for each vector that a transpose moves, for each dot product behind its multiply-adds, for each vector of a
+// product's result, and for each call of multiply().
 constexpr double kTransposeCost = 7, kDotCost = 6, kResultCost = 3, kCallCost = 12;
+// And for a multiply-add of a vector: two in a cycle, but of 64 bytes on the first processors of AMD that have these.
+#if defined(ISA_AVX512)
+inline const double kMultiplyCost = (__builtin_cpu_init(), __builtin_cpu_is("amdfam19h")) ? 1 : 0.5;
+#else
+constexpr double kMultiplyCost = 0.5;
+#endif
 
 template <class T> int64_t whole_vectors(int64_t elements) { return (elements + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
 template <class T> double vectors(int64_t elements) { return double(whole_vectors<T>(elements) / kLanes<T>); }
 template <class T> double transpose_cost(int64_t rows, int64_t cols) {
   return kTransposeCost * vectors<T>(rows) * vectors<T>(cols) * kLanes<T>;
 }
-template <class T> double dots_cost(int64_t m, int64_t n, int64_t k) { return double(m * n) * (vectors<T>(k) + kDotCost); }
+template <class T> double dots_cost(int64_t m, int64_t n, int64_t k) {
+  const int64_t piece = dotted_piece<T>(m + n);
+  return double(m * n) * (vectors<T>(k) * kMultiplyCost + kDotCost * double((k + piece - 1) / piece));
+}
 template <class T> double multiply_cost(int64_t m, int64_t n, int64_t k) {
-  return double(m) * (double(k) + kResultCost) * vectors<T>(n);
+  return double(m) * (double(k) * kMultiplyCost + kResultCost) * vectors<T>(n);
 }
 
 // The weights of one contraction in the arithmetic's type; `transposed` is [p, q], made where vectors run
@@ -138,7 +147,7 @@ template <class T> int64_t dotted_together(const Contraction& c, int64_t length)
 template <class T> double dotted_cost(const Contraction& c, int64_t count, int64_t length) {
   const int64_t together = dotted_together<T>(c, length), piece = dotted_piece<T>(c.p + c.q);
   const int64_t sums = (count + together - 1) / together * ((length + piece - 1) / piece);
-  return double(c.q * c.p) * (double(count) * vectors<T>(length) + kDotCost * double(sums));
+  return double(c.q * c.p) * (double(count) * vectors<T>(length) * kMultiplyCost + kDotCost * double(sums));
 }
 template <class T> double turned_cost(const Contraction& c, int64_t count, int64_t length) {
   return double(count) * (transpose_cost<T>(c.p, length) + multiply_cost<T>(c.q, c.p, length));

@@ -13,7 +13,7 @@ constexpr int64_t kPlainBytes = 64 << 10;          // in the plain layout, where
 constexpr int64_t kInterleavedBytes = 2 << 20;     // and interleaved, where more samples reuse each untied weight,
 constexpr int64_t kWideBytes = 16 << 20;           // and where weights leave the cache and states need not stay
 constexpr int64_t kWholeTiles = 3 * kTileRows[1];  // rows: so many divide into tiles of every height
-// Vector operations for a byte from beyond the second-level cache: read from end to end, in short rows that lie far apart,
+// Cycles for a byte from beyond the second-level cache: read from end to end, in short rows that lie far apart,
 // and in rows that all fall on the same few places of a cache; and for a vector that is copied, with its address.
 constexpr double kFarCost = 0.1, kStridedCost = 0.14, kPagesCost = 0.25, kCopyCost = 3;
 constexpr double kNever = 1e30;
