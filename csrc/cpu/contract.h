@@ -73,13 +73,26 @@ inline int64_t contract_scratch(const Contraction& c, Block block) {
   return kTransposedPiece * std::max(c.p, c.q);
 }
 
+// Whether a weight of so many numbers may come column by column from wherever it is.
+template <class T> bool stays_near(int64_t numbers) { return numbers * int64_t(sizeof(T)) <= 32 << 10; }
+
 // y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
 // where vectors run along m.
 template <class T>
 void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Operand<T> a, const T* b, const T* x, T* y,
                   bool add, T* packed) {
   const int64_t slabs = block.slabs(c), width = block.width(c), s = block.samples;
-  if (!c.tied) {
+  if (!c.tied && a.row == 1 && !stays_near<T>(m * k)) {  // tiles would read a few numbers of each row from afar
+    for (int64_t o = 0; o < c.outer; ++o, x += k * width, y += m * width)
+      for (int64_t i = 0; i < c.inner; ++i, a.data += c.q * c.p)
+        for (int64_t at = 0; at < k; at += kLongestSum) {
+          const int64_t size = std::min(kLongestSum, k - at);
+          const T* rows = a.data + at * m;
+          touch(size * m, rows);
+          multiply<T>({m, s, size}, {rows, 1, m}, {x + at * width + i * s, width, 1}, {y + i * s, width, 1},
+                      add || at > 0, packed);
+        }
+  } else if (!c.tied) {
     a.next = c.q * c.p;
     for (int64_t o = 0; o < c.outer; ++o, a.data += c.inner * c.q * c.p, x += k * width, y += m * width)
       multiply<T>({m, s, k, c.inner}, a, {x, width, 1, s}, {y, width, 1, s}, add, packed);
@@ -153,30 +166,30 @@ template <class T> double turned_cost(const Contraction& c, int64_t count, int64
   return double(count) * (transpose_cost<T>(c.p, length) + multiply_cost<T>(c.q, c.p, length));
 }
 
-// grad_w[q, p] += sum over slabs and i of grad_y[slab, q, i] x[slab, p, i], 0 <= i < length. The slabs lie grad_y_slab and
+// grad_w[q, p] (+)= sum over slabs and i of grad_y[slab, q, i] x[slab, p, i], 0 <= i < length. The slabs lie grad_y_slab and
 // x_slab apart. Rows are multiplied as they are, with vectors along i, or those of x transposed, short slabs several at
 // a time.
 template <class T>
 void add_outer_products(const Contraction& c, Slabs slabs, const T* grad_y, int64_t grad_y_slab, const T* x, int64_t x_slab,
-                        T* grad_w, T* scratch) {
+                        T* grad_w, bool add, T* scratch) {
   const auto [count, length, row] = slabs;
   if (dotted_cost<T>(c, count, length) <= turned_cost<T>(c, count, length)) {
     const int64_t together = dotted_together<T>(c, length);
-    for (int64_t slab = 0; slab < count; slab += together)
+    for (int64_t slab = 0; slab < count; slab += together, add = true)
       multiply_dots<T>({c.q, c.p, length, 1, std::min(together, count - slab)},
                        {grad_y + slab * grad_y_slab, row, 1, grad_y_slab}, {x + slab * x_slab, row, 1, x_slab},
-                       {grad_w, c.p, 1}, true);
+                       {grad_w, c.p, 1}, add);
     return;
   }
   const int64_t piece = std::min(length, kTransposedPiece), together = kTransposedPiece / piece;
   for (int64_t slab = 0; slab < count; slab += together) {
     const int64_t some = std::min(together, count - slab);
-    for (int64_t at = 0; at < length; at += piece) {
+    for (int64_t at = 0; at < length; at += piece, add = true) {
       const int64_t size = std::min(piece, length - at);
       for (int64_t i = 0; i < some; ++i)
         transpose<T>(c.p, size, x + (slab + i) * x_slab + at, row, scratch + i * size * c.p, c.p);
       multiply<T>({c.q, c.p, size, 1, some}, {grad_y + slab * grad_y_slab + at, row, 1, grad_y_slab},
-                  {scratch, c.p, 1, size * c.p}, {grad_w, c.p, 1}, true, nullptr);
+                  {scratch, c.p, 1, size * c.p}, {grad_w, c.p, 1}, add, nullptr);
     }
   }
 }
@@ -206,13 +219,13 @@ void add_rows_products(const Contraction& c, int64_t count, const T* grad_y, int
 template <class T>
 void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, bool add, T* scratch,
                      T* packed) {
-  const bool at_once = !block.interleaved && (!c.tied || c.inner == 1);  // rather than in several sums
+  const bool at_once = !c.tied || (!block.interleaved && c.inner == 1);  // rather than in several sums
   if (!add && !at_once) std::fill(grad_w, grad_w + c.weight_size(), T(0));
   const int64_t width = block.width(c), p = c.p, q = c.q, s = block.samples, positions = c.outer * c.inner;
   if (!c.tied && block.interleaved) {
     for (int64_t o = 0; o < c.outer; ++o, grad_y += q * width, x += p * width)
       for (int64_t i = 0; i < c.inner; ++i, grad_w += q * p)
-        add_outer_products(c, {1, block.valid, width}, grad_y + i * s, 0, x + i * s, 0, grad_w, scratch);
+        add_outer_products(c, {1, block.valid, width}, grad_y + i * s, 0, x + i * s, 0, grad_w, add, scratch);
   } else if (!c.tied) {
     if (c.inner > 1) {
       T* at = scratch;
@@ -224,14 +237,14 @@ void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T
     for (int64_t i = 0; i < positions; ++i, grad_w += q * p)
       add_rows_products<T>(c, s, grad_y + i * q, positions * q, x + i * p, positions * p, grad_w, add, nullptr, packed);
   } else if (block.interleaved && block.valid == s) {
-    add_outer_products(c, {c.outer, width, width}, grad_y, q * width, x, p * width, grad_w, scratch);
+    add_outer_products(c, {c.outer, width, width}, grad_y, q * width, x, p * width, grad_w, true, scratch);
   } else if (block.interleaved) {
     for (int64_t o = 0; o < c.outer; ++o, grad_y += q * width, x += p * width)
-      add_outer_products(c, {c.inner, block.valid, width}, grad_y, s, x, s, grad_w, scratch);
+      add_outer_products(c, {c.inner, block.valid, width}, grad_y, s, x, s, grad_w, true, scratch);
   } else if (width == 1) {
     add_rows_products<T>(c, block.slabs(c), grad_y, q, x, p, grad_w, add, scratch, packed);
   } else {
-    add_outer_products(c, {block.slabs(c), width, width}, grad_y, q * width, x, p * width, grad_w, scratch);
+    add_outer_products(c, {block.slabs(c), width, width}, grad_y, q * width, x, p * width, grad_w, true, scratch);
   }
 }
 

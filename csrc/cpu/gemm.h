@@ -159,6 +159,11 @@ template <class T> void multiply(Size size, Operand<T> a, Operand<T> b, Operand<
   }
 }
 
+// Reads numbers from end to end, one of each line: in this order memory is several times as fast as by columns.
+template <class T> void touch(int64_t size, const T* numbers) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) (void)*reinterpret_cast<const volatile char*>(numbers + i);
+}
+
 // Half of the lanes of x and half of y: of neighbours that lie `H` lanes apart, the first ones or the second ones. Within
 // 16 bytes they come in turn, one of x and one of y; whole pieces of 16 bytes come from x first. Each is one instruction.
 template <class T, int H, bool SECOND> FL_INLINE Vec<T> halves(Vec<T> x, Vec<T> y) {

@@ -10,7 +10,9 @@
 
 constexpr int64_t kNearBytes = 256 << 10;          // what a chunk's states may take in the second-level cache,
 constexpr int64_t kPlainBytes = 64 << 10;          // in the plain layout, where no more is gained by more samples,
-constexpr int64_t kInterleavedBytes = 2 << 20;     // and interleaved, where more samples reuse each untied weight,
+constexpr int64_t kUntiedBytes = 1 << 20;          // and interleaved, where each way through untied weights serves
+constexpr int64_t kUntiedSamples[] = {32, 64};     // so many samples, of
+constexpr int64_t kManyBytes = 64 << 20;           // at most,
 constexpr int64_t kWideBytes = 16 << 20;           // and where weights leave the cache and states need not stay
 constexpr int64_t kWholeTiles = 3 * kTileRows[1];  // rows: so many divide into tiles of every height
 // Cycles for a byte from beyond the second-level cache: read from end to end, in short rows that lie far apart,
@@ -64,7 +66,8 @@ struct Phase {
   template <class T> const T* gather(const Chunk& chunk, int64_t size, const T* rows, T* local) const {
     rows += chunk.unit * size;
     if (in_place()) {
-      if (far && contractions.front().inner > kMaxVecs * kLanes<T>) touch(chunk.units * size, rows);
+      if (far && contractions.front().inner > kMaxVecs * kLanes<T> && chunk.units * size * int64_t(sizeof(T)) <= kNearBytes)
+        touch(chunk.units * size, rows);
       return rows;
     }
     if (by_columns) {
@@ -87,12 +90,6 @@ struct Phase {
   }
 
  private:
-  // Reads a chunk from end to end, a number of each line: in this order memory is twice as fast as in that of column panels.
-  template <class T> static void touch(int64_t size, const T* numbers) {
-    if (size * int64_t(sizeof(T)) > kNearBytes) return;
-    for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) (void)*reinterpret_cast<const volatile char*>(numbers + i);
-  }
-
   template <class T>
   static void move(int64_t count, int64_t width, const T* from, int64_t from_row, T* to, int64_t to_row, bool add) {
     constexpr int64_t L = kLanes<T>;
@@ -162,13 +159,19 @@ template <class T> class Phases {
       slabs = std::min(slabs, all_[i].outer), inner = std::min(inner, all_[i].inner);
     }
     if (!tied) slabs = inner = 1;
-    std::vector<Phase> found{make(from, to, slabs, inner, false, false), make(from, to, slabs, inner, true, false)};
+    std::vector<Phase> found{make(from, to, slabs, inner, false, false)};
+    for (int64_t most : kUntiedSamples) {
+      found.push_back(make(from, to, slabs, inner, true, false, most));
+      if (tied) break;
+    }
     const bool large = in_of(all_[from]) / slabs * int64_t(sizeof(T)) > kNearBytes;
     if ((to - from > 1 || large) && inner >= 8 * L) found.push_back(make(from, to, slabs, inner, false, true));
     return found;
   }
 
-  Phase make(int64_t from, int64_t to, int64_t slabs, int64_t inner, bool interleaved, bool by_columns) const {
+  // `most`: samples of a chunk, interleaved and untied
+  Phase make(int64_t from, int64_t to, int64_t slabs, int64_t inner, bool interleaved, bool by_columns,
+             int64_t most = 1) const {
     const int64_t in = in_of(all_[from]) / slabs, out = out_of(all_[to - 1]) / slabs;
     Phase phase{from, to, slabs, in, out, inner, interleaved, by_columns, false, {}};
     phase.far = in_of(all_[from]) * (from ? 1 : samples_) * int64_t(sizeof(T)) > kNearBytes;
@@ -185,10 +188,13 @@ template <class T> class Phases {
     if (by_columns) {
       const int64_t fitting = kNearBytes / (bytes / inner) / L * L;
       phase.columns = std::clamp<int64_t>(fitting, 4 * L, inner);
-    } else if (interleaved) {
-      const bool tied = phase.contractions.front().tied;
-      const int64_t fitting = (tied ? kNearBytes : kInterleavedBytes) / bytes / L * L;
+    } else if (interleaved && phase.contractions.front().tied) {
+      const int64_t fitting = kNearBytes / bytes / L * L;
       phase.units = std::min(std::clamp<int64_t>(fitting, L, 4 * L), whole_vectors<T>(units));
+    } else if (interleaved) {
+      most = std::clamp<int64_t>(kManyBytes / bytes, L, most);
+      const int64_t chunks = (units + most - 1) / most;
+      phase.units = whole_vectors<T>((units + chunks - 1) / chunks);
     } else {
       const bool tied = phase.contractions.front().tied;
       const int64_t least = fewest(phase, bytes), more = std::max(kPlainBytes / bytes, least);
@@ -242,7 +248,8 @@ template <class T> class Phases {
       cost += kCopyCost * double((in + out) / phase.inner) * vectors<T>(phase.columns) * (backward_ ? 1.5 : 1);
     }
     const double bytes = inside * double(units * int64_t(sizeof(T)));
-    if (bytes > double(weights > 0 ? kInterleavedBytes : 2 * kNearBytes)) cost += 2 * kFarCost * bytes;
+    if (weights > 0) cost += 2 * kFarCost * std::max(0.0, bytes - double(kUntiedBytes));
+    else if (bytes > double(2 * kNearBytes)) cost += 2 * kFarCost * bytes;
     const double read = double(in * units / phase.inner * phase.columns) * double(sizeof(T)) * (backward_ ? 2 : 1);
     if (phase.far && phase.in_place() && read > double(kNearBytes)) {
       const Contraction& c = phase.contractions.front();

@@ -3,6 +3,8 @@
 // The batch is cut into blocks, and the blocks into as many tasks as there are threads. Called by forward.h and
 // backward.h.
 
+constexpr int64_t kSummedTogether = 256;  // samples whose gradients of large untied weights are summed in one place
+
 // Everything the blocks of one call share.
 template <class T, class S> struct Run {
   const Problem& problem;
@@ -27,9 +29,15 @@ template <class T, class S> struct Run {
     }
     in = layers.front().in, out = layers.back().out;
     samples = 1;
+    int64_t most = kPlainBytes / bytes;
     for (const Layer<T, S>& layer : layers)
-      for (const Phase& phase : layer.phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
-    samples = std::min(samples * std::max<int64_t>(1, kPlainBytes / bytes / samples), share);  // in whole chunks
+      for (const Phase& phase : layer.phases) {
+        samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
+        int64_t untied = 0;  // bytes
+        for (const Contraction& c : phase.contractions) untied += c.tied ? 0 : c.weight_size() * int64_t(sizeof(T));
+        if (backward && untied > kUntiedBytes) most = std::max(most, kSummedTogether);
+      }
+    samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
     blocks = (batch + samples - 1) / samples;
     tasks = std::min<int64_t>(threads, blocks);
 
