@@ -136,8 +136,13 @@ def ask(address: str, arguments: list[str]) -> None:
         socket.send_fds(asked, [len(request).to_bytes(8, "big")], [0, 1, 2])
         asked.sendall(request)
         program = int.from_bytes(read(asked, 8), "big")
+        woken, wakes = socket.socketpair()  # by a signal that comes just before a wait begins, too
+        wakes.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(program, number))
+        while asked not in select.select([asked, woken], [], [])[0]:
+            woken.recv(1)
         status = os.waitstatus_to_exitcode(int.from_bytes(read(asked, 8), "big"))
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
