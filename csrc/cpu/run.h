@@ -3,7 +3,9 @@
 // The batch is cut into blocks, and the blocks into as many tasks as there are threads. Called by forward.h and
 // backward.h.
 
-constexpr int64_t kSummedTogether = 256;  // samples whose gradients of large untied weights are summed in one place
+// Samples whose gradients of large weights are summed in one place: so many, and no fewer if there are
+constexpr int64_t kSummedTogether = 256, kFewestTogether = 16;
+constexpr int64_t kLargeBytes = 1 << 20;  // of weights
 
 // Everything the blocks of one call share.
 template <class T, class S> struct Run {
@@ -18,7 +20,9 @@ template <class T, class S> struct Run {
   // `backward`: whether it is for gradients, which keep each layer's states until a block is done.
   Run(const Problem& problem_, bool backward, int threads) : problem(problem_), batch(problem_.batch) {
     const void* const* tensors = problem.tensors.data() + 1;
-    const int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
+    const bool large = backward && weight_bytes() > kLargeBytes;
+    int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
+    if (large) share = std::min(batch, std::max(share, kFewestTogether));
     int64_t bytes = 0;
     for (const Chain* chain : problem.layers) {
       const Layer<T, S>& layer = layers.emplace_back(*chain, tensors, share, backward);
@@ -29,14 +33,9 @@ template <class T, class S> struct Run {
     }
     in = layers.front().in, out = layers.back().out;
     samples = 1;
-    int64_t most = kPlainBytes / bytes;
     for (const Layer<T, S>& layer : layers)
-      for (const Phase& phase : layer.phases) {
-        samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
-        int64_t untied = 0;  // bytes
-        for (const Contraction& c : phase.contractions) untied += c.tied ? 0 : c.weight_size() * int64_t(sizeof(T));
-        if (backward && untied > kUntiedBytes) most = std::max(most, kSummedTogether);
-      }
+      for (const Phase& phase : layer.phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
+    const int64_t most = large ? kSummedTogether : kPlainBytes / bytes;
     samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
     blocks = (batch + samples - 1) / samples;
     tasks = std::min<int64_t>(threads, blocks);
@@ -45,6 +44,15 @@ template <class T, class S> struct Run {
     for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
     T* at = Arena<T>(Purpose::weights, size).take(size);
     for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
+  }
+
+  // Of weights that a sample takes once: what is summed of few samples is little beside these.
+  int64_t weight_bytes() const {
+    int64_t size = 0;
+    for (const Chain* chain : problem.layers)
+      for (const Contraction& c : chain->contractions)
+        if (!c.tied || c.outer * c.inner == 1) size += c.weight_size();
+    return size * int64_t(sizeof(T));
   }
 
   // Rows of x as T: where they lie, or, if they are converted or come from several tensors, brought together in `rows`.
