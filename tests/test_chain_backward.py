@@ -17,10 +17,12 @@ from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Reduction, Reductions
 from factorlayer.kernels.product.whole_kronecker import KroneckerGradients
 from factorlayer.kernels.resident import Resident
+from factorlayer.kernels.tiling import tile
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
+from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.plan import Plan
 from factorlayer.plan.visits import are_worth_it
 from factorlayer.plan.visits import visits as visits_of
@@ -263,7 +265,7 @@ def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple
 
 def test_few_samples_are_asked_of_by_themselves() -> None:
     """What many have no plan for, as their work is less a contraction at a time, may have one for few."""
-    chain = all_gradients_of(dataclasses.replace(kronecker((28, 217, 82), (28, 217, 82)), rank=3))
+    chain = all_gradients_of(dataclasses.replace(kronecker((30, 230, 90), (30, 230, 90)), rank=3))
     worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in planner.BATCHES]
     assert worth == [True, False, False]
     assert planner.has_plan_of_few(chain.text, "float16", 90, 132, 232448)
@@ -283,8 +285,10 @@ def test_short_lines_that_lie_side_by_side_in_a_row_come_without_padding(dtype: 
 def test_the_same_forward(dtype: str, emulator: Emulator) -> None:
     spec = dataclasses.replace(kronecker((11, 7, 9, 9), (5, 5, 7, 7)), rank=2)
     gpu = dataclasses.replace(Gpu.of(90), sms=2, shared=30000)
-    found = planner.plan(Chain.of(spec, False, "identity"), dtype, 16, gpu)
-    assert any(isinstance(p, Resident) and p.chunk == 27 and len(p.work.steps) == 2 for p in found.passes)
+    chain = Chain.of(spec, False, "identity")
+    works = works_of(chain, dtype, modes_of(chain), [[0, 1], [3], [2]])
+    found = Plan(chain, dtype, 16, gpu, tuple(filter(None, (tile(work, 16, gpu) for work in works))))
+    assert [p.chunk == 27 for p in found.passes if isinstance(p, Resident)] == [True, False, False]
     draw = drawing(dtype)
     x, weights = (
         draw(3, spec.in_features),

@@ -43,8 +43,8 @@ from factorlayer.kernels.tiling import (
     stage_for,
     units_of,
     us_of_few,
-    waits_for_weights,
     waits_of,
+    weights_us,
 )
 from factorlayer.kernels.work import OF_TENSOR, Mode, Work, merged, round_up, told_inputs
 
@@ -547,7 +547,7 @@ def _grouped(
         busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
         barriers = 2 * len(one.stages) * work.rank + 4
         us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True, shared)
-        begin = one.weight_bytes / 40e3 + waits_for_weights(work, 32 * warps * groups, gpu, both_ways=True)
+        begin = one.weight_bytes / 40e3 + weights_us(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end

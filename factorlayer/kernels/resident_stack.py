@@ -25,9 +25,9 @@ from factorlayer.kernels.tiling import (
     odd_us,
     pieces_of,
     stage_for,
-    waits_for_weights,
     waits_of,
     warps_that_fit,
+    weights_us,
 )
 from factorlayer.kernels.work import Inputs, Mode, Work, round_up
 from factorlayer.maths.chain import Chain
@@ -65,7 +65,7 @@ class ResidentStack(Resident):
         whole, left = divmod(-(-tiles // gpu.sms), self.groups)  # rounds of a block, and tiles of the last one
         rounds = whole * max(round_us(self.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
         start = gpu.rates.behind_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + self.weight_bytes / 59e3
-        start += waits_for_weights(self.work, self.threads, gpu)
+        start += weights_us(self.work, self.threads, gpu)
         if self.size == 2:  # biases come by registers, one behind another
             start += gpu.rates.wait_us * sum(layer.bias for layer in self.layers)
         return start + memory + syncs + rounds

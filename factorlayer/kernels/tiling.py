@@ -48,6 +48,7 @@ IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are wh
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
+OF_LOADED = 16  # instructions for each, in machine code
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
 HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
@@ -204,7 +205,7 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                         busy = products + move
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
                     us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd, parts=units * parts)
-                    begin = weight_bytes / 59e3 + made * waits_for_weights(work, 32 * warps * groups, gpu)
+                    begin = weight_bytes / 59e3 + made * weights_us(work, 32 * warps * groups, gpu)
                     us += begin
                     of = TileUs(*of_tile, begin), units, groups, blocks
                     weight = us if batch > FEW else us_of_few(*of, total, gpu)
@@ -252,16 +253,17 @@ def _goes_straight(stages: Stages, chunk: int, work: Work) -> bool:
     return all(run * size % SECTOR == 0 for run in runs)
 
 
-def waits_for_weights(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> float:
+def weights_us(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> float:
     """Microseconds, beside those of their bytes: what the copy engine and asynchronous copies cannot move comes by
-    registers. `both_ways`: backward, weights lie turned as well."""
-    rounds = 0
+    registers, each factor of a mode that is several by itself. `both_ways`: backward, weights lie turned as well."""
+    rounds = loaded = 0
     for _, mode in work.steps:
         odd = mode.p * ELEMENT_BYTES[work.dtype] % 4 > 0
         if len(mode.parts) > 1 or work.transposed or both_ways or odd:
             elements = work.rank * round_up(mode.p, 8) * round_up(mode.q, 8)
             rounds += -(-elements // (threads * WEIGHTS_AT_ONCE)) - 1
-    return rounds * gpu.rates.wait_us
+            loaded += elements * len(mode.parts)
+    return rounds * gpu.rates.wait_us + loaded * OF_LOADED / 32 / gpu.instructions
 
 
 def waits_of(warps: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from factorlayer.kernels.work import Mode
 
-LARGEST_NORMALISED = 64  # elements of a half-precision weight, which every warp looks through
+LARGEST_NORMALISED = 1024  # elements of a half-precision weight, which every warp looks through
 
 
 def normals(mode: Mode) -> str:

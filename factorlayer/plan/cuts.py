@@ -9,12 +9,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from factorlayer.kernels.weights import LARGEST_NORMALISED
+from factorlayer.kernels.weights import can_be_made
 from factorlayer.kernels.work import Mode, Work, inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 
-LONGEST_MERGED = {"float64": 16, "float32": 64, "tf32": 64, "bfloat16": 64, "float16": 64}
+# Up to what size neighbours are taken as one: of few modes in every way, of more as far as each of some sizes goes.
+# Multiply-adds of longer ones take more time than what passes move
+LONGEST_MERGED = {"float64": 64, "float32": 128, "tf32": 256, "bfloat16": 256, "float16": 256}
+LENGTHS = 64, 16, 1
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
 
 
@@ -39,25 +42,35 @@ def _of_neighbours(modes: tuple[Mode, ...], rank: int, count: int) -> Iterator[l
     """Passes of neighbouring modes each, which are all that one of their units has."""
     order = order_of(modes)
     for runs in parts_of(list(range(len(modes))), count):
-        as_one = tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
-        for ways in _orders(as_one, rank):
+        for ways in _orders(as_one(modes, runs), rank):
             yield [[i for i in order if i in runs[way]] for way in ways]
 
 
 def _orders(modes: tuple[Mode, ...], rank: int) -> list[list[int]]:
-    """With fewest multiply-adds. Of a sum the last pass has the weights of all terms: the other way round among equals,
-    where that ends with a smaller one."""
+    """With fewest multiply-adds; of a sum the other way round, too: the last contraction is of all terms at once, and
+    with the weights of all."""
     order = order_of(modes)
-    other = sorted(range(len(modes)), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
-    ends = [modes[ways[-1]].p * modes[ways[-1]].q for ways in (order, other)]
-    return [order, other] if rank > 1 and ends[1] < ends[0] else [order]
+    return [order, order[::-1]] if rank > 1 and len(order) > 1 else [order]
 
 
 def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
-    """The modes, with neighbours taken as one up to some lengths."""
-    largest = LARGEST_NORMALISED if dtype == "float16" else 1 << 30
+    """The modes, with neighbours taken as one."""
     modes = modes_of(chain)
-    return list(dict.fromkeys(_merged(modes, min(longest, LONGEST_MERGED[dtype]), largest) for longest in (64, 16, 1)))
+    if len(modes) > MOST_MODES:
+        ways = (_merged(modes, min(longest, LONGEST_MERGED[dtype]), dtype) for longest in LENGTHS)
+        return list(dict.fromkeys(ways))
+    every = range(len(modes))
+    found = [as_one(modes, runs) for count in range(1, len(modes) + 1) for runs in parts_of(list(every), count)]
+    return [way for way in found if all(_may_be_one(mode, dtype) for mode in way)]
+
+
+def as_one(modes: tuple[Mode, ...], runs: list[list[int]]) -> tuple[Mode, ...]:
+    """Each run of neighbours taken as one."""
+    return tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
+
+
+def _may_be_one(mode: Mode, dtype: str) -> bool:
+    return len(mode.parts) == 1 or (max(mode.p, mode.q) <= LONGEST_MERGED[dtype] and can_be_made(mode, dtype))
 
 
 def modes_of(chain: Chain) -> tuple[Mode, ...]:
@@ -81,14 +94,13 @@ def around(chain: Chain) -> tuple[int, int]:
     return first.outer // before, first.inner // behind
 
 
-def _merged(modes: tuple[Mode, ...], longest: int, largest: int) -> tuple[Mode, ...]:
-    """Neighbours taken as one, from the last on, while the product is at most `longest` and no weight has more than
-    `largest` elements."""
+def _merged(modes: tuple[Mode, ...], longest: int, dtype: str) -> tuple[Mode, ...]:
+    """Neighbours taken as one, from the last on, while the product is at most `longest`."""
     found = [modes[-1]]
     for mode in reversed(modes[:-1]):
-        small = all(q * p <= largest for _, q, p in mode.parts + found[0].parts)
-        if small and max(mode.p * found[0].p, mode.q * found[0].q) <= longest:
-            found[0] = Mode(mode.parts + found[0].parts)
+        both = Mode(mode.parts + found[0].parts)
+        if max(both.p, both.q) <= longest and can_be_made(both, dtype):
+            found[0] = both
         else:
             found.insert(0, mode)
     return tuple(found)

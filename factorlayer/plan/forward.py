@@ -13,7 +13,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan import whole
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import BATCHES, PASS_US, PASS_WEIGHT, Plan, PlanError
-from factorlayer.plan.products import OF_FEW, class_us, evenly_us, one_by_one, sum_us
+from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
 from factorlayer.plan.registry.monarch import OF_MONARCH
@@ -27,11 +27,11 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, all as a dense layer,
     and a stack of one."""
     best, weight = None, math.inf
-    for works in cuts(chain, dtype):
-        least = least_us(works, OF_FEW[0] if batch <= BATCHES[0] else batch, gpu)
-        if _with_passes(least, len(works)) > weight:
-            continue
-        tiled = tile_all(works, batch, gpu)
+    ways = [(works, [least_us(work, batch, gpu) for work in works]) for works in cuts(chain, dtype)]
+    for works, least in sorted(ways, key=lambda way: _with_passes(sum(way[1]), len(way[0]))):
+        if _with_passes(sum(least), len(works)) > weight:
+            break
+        tiled = tile_all(works, batch, gpu, least, _without_passes(weight, len(works)))
         if tiled is None:
             continue
         found = Plan(chain, dtype, batch, gpu, tiled)
@@ -79,6 +79,11 @@ def _weight(plan: Plan) -> float:
 def _with_passes(us: float, passes: int) -> float:
     """With what another kernel, and memory for what lies between, have to be worth."""
     return us * PASS_WEIGHT ** (passes - 1) + PASS_US * (passes - 1)
+
+
+def _without_passes(weight: float, passes: int) -> float:
+    """What so many passes may take for that weight."""
+    return (weight - PASS_US * (passes - 1)) / PASS_WEIGHT ** (passes - 1)
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -36,11 +36,15 @@ def class_us(passes: Sequence[Pass], batch: int, untied: bool = False) -> float:
     """What passes are predicted to take for the class of batches that a number of samples stands for: the smallest
     counts for some numbers that it has, the middle one of untied contractions for its fewest samples as well, the last
     one, which has no end, for MANY_MORE times as many."""
-    if BATCHES[0] < batch < BATCHES[-1]:
-        samples: tuple[int, ...] = (LEAST_OF_SOME, batch) if untied else (batch,)
-    else:
-        samples = OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
+    samples = samples_of(batch, untied)
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
+
+
+def samples_of(batch: int, untied: bool = False) -> tuple[int, ...]:
+    """Numbers of samples that passes of the class of batches are compared by."""
+    if BATCHES[0] < batch < BATCHES[-1]:
+        return (LEAST_OF_SOME, batch) if untied else (batch,)
+    return OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
 
 
 def evenly_us(passes: Sequence[Pass], batch: int) -> float:

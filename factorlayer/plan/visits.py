@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.chain_backward import Places
@@ -21,12 +21,13 @@ from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.cuts import MOST_MODES, around, mergings, modes_of, order_of, parts_of, works_of
+from factorlayer.plan.cuts import MOST_MODES, around, as_one, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
-from factorlayer.plan.plan import BATCHES
+from factorlayer.plan.plan import BATCHES, PASS_WEIGHT
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
 from factorlayer.plan.registry.product import OF_TURN, OF_WEIGHT
+from factorlayer.plan.works import least_of_sample
 
 MOST_VISITS = 4  # of a chain: of 76 drawn layers none was predicted to be faster with more
 
@@ -41,36 +42,38 @@ def visits(chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int = 0) -> tu
     return best
 
 
+class Way(NamedTuple):
+    modes: tuple[Mode, ...]  # some taken as one
+    runs: list[list[int]]  # of them, that a visit takes
+    works: list[Work]  # of visits
+    least: list[float]  # less than each pass takes: those forward, then the visits from the last one on
+
+
 def _faster_and_faster(
     chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int, us: float
 ) -> Iterator[tuple[Pass, ...]]:
     """Ways with `count` visits, or any, that take less than `us`, each less than the one before it. What may be the
     fastest is tried first."""
-    ways = [way for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1]))]
-    bounded = sorted(((_least_back_us(chain, dtype, *way, batch, gpu), i) for i, way in enumerate(ways)))
-    for least, i in bounded:
-        if least >= us:
+    ways = (_way(chain, dtype, *way, batch, gpu) for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1])))
+    for way in sorted(ways, key=lambda way: sum(way.least)):
+        if REDUCTION_US + sum(way.least) >= us:
             break
-        passes = _visited(chain, dtype, *ways[i], batch, gpu, us)
+        passes = _visited(chain, way, batch, gpu, us)
         if passes and _us(passes) < us:
             us = _us(passes)
             yield passes
 
 
-def _least_back_us(
-    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu
-) -> float:
-    """No plan of these visits is predicted to be faster: what they move, once each."""
-    works = works_of(chain, dtype, modes, runs)
-    states = [math.prod(work.states[0]) * work.outer * work.inner for work in works]
-    states.append(math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner)
-    x, *between, y = states
-    alone = not between
-    moved = (2 if alone else 3) * x + y
-    # Made, read by the next pass, by a visit, and its gradient made and read
-    moved += chain.rank * (4 * sum(between) + sum(between[:-1]))
-    least = REDUCTION_US + (2 * len(works) - 1) * gpu.rates.behind_us
-    return least + batch * moved * ELEMENT_BYTES[dtype] / (gpu.memory_bytes * gpu.sms)
+def _way(chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu) -> Way:
+    parts = [[i for i in order_of(modes) if i in run] for run in runs]
+    works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
+    x, *between = (math.prod(work.states[0]) * work.outer * work.inner for work in works)
+    y = math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner
+    held = [x, *(chain.rank * state for state in between), y]
+    # A pass reads and makes a state; a visit reads both, and makes the gradient of the first one and of weights.
+    forward = [least_of_sample(works[i], held[i] + held[i + 1], 1, gpu) for i in range(len(works) - 1)]
+    back = [least_of_sample(work, 2 * held[i] + held[i + 1], 2, gpu) for i, work in enumerate(works)]
+    return Way(modes, runs, works, [gpu.rates.behind_us + batch * us for us in (*forward, *reversed(back))])
 
 
 def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
@@ -85,20 +88,16 @@ def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...],
 
 def _orders(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[list[int]]]:
     """From either end, or with the smallest states between visits: as order_of() has it."""
-    as_one = tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
     orders = [runs]
-    for order in (runs[::-1], [runs[i] for i in order_of(as_one)]):
+    for order in (runs[::-1], [runs[i] for i in order_of(as_one(modes, runs))]):
         if order not in orders:
             orders.append(order)
     return orders
 
 
-def _visited(
-    chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu, most: float
-) -> tuple[Pass, ...] | None:
-    """Its passes, or None where one has no tiling or those found so far take more than `most` microseconds."""
-    parts = [[i for i in order_of(modes) if i in run] for run in runs]
-    works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
+def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple[Pass, ...] | None:
+    """Its passes, or None where one has no tiling or all would take more than `most` microseconds."""
+    modes, runs, works, least = way
     last, rank = len(works) - 1, chain.rank
     sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
     forward: list[Pass] = []
@@ -107,7 +106,7 @@ def _visited(
         if found is None:
             return None
         forward.append(replace(found, takes=STATES[number - 1] if number else "x", gives=STATES[number]))
-        if _us(forward) > most:
+        if _us(forward) + sum(least[len(forward) :]) > most:
             return None
     back: list[Pass] = []
     sums = rank > 1
@@ -135,7 +134,8 @@ def _visited(
             visit = replace(visit, places=replace(places, y=before))
         returned = visit.places.y
         back.append(visit)
-        if _us((*forward, *back)) > most:
+        made = (*forward, *back)
+        if _us(made) + sum(least[len(made) :]) > most:
             return None
     if sums:
         places = Places(len(chain.contractions), sum(sizes[: min(runs[0])]), g=returned, terms_g=last > 0)
@@ -168,10 +168,11 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
 
 @functools.lru_cache(256)
 def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    """Whether visits are predicted to be faster than one contraction after another. Many samples are asked of as some
-    are: what has a plan for the one class of batches has one for the other."""
+    """Whether visits are predicted to be faster than one contraction after another, by several calls, whose memory has
+    to be worth as much as that between passes. Many samples are asked of as some are: what has a plan for the one class
+    of batches has one for the other."""
     batch = min(batch, BATCHES[1])
-    return any(_faster_and_faster(chain, dtype, batch, gpu, 0, apart_us(chain, dtype, batch, gpu)))
+    return any(_faster_and_faster(chain, dtype, batch, gpu, 0, PASS_WEIGHT * apart_us(chain, dtype, batch, gpu)))
 
 
 @functools.lru_cache(256)

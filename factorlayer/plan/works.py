@@ -12,21 +12,39 @@ from factorlayer.kernels.product.wide import MIXED
 from factorlayer.kernels.work import Work
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.plan import BATCHES
-from factorlayer.plan.products import class_us, product_pass
+from factorlayer.plan.products import class_us, product_pass, samples_of
 from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.kronecker import OF_WORK
 from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT_AND_SLOPES
 
-
-def least_us(passes: list[Work], batch: int, gpu: Gpu) -> float:
-    """No tiling of them is predicted to be faster."""
-    elements = sum((math.prod(p.states[0]) + math.prod(p.states[-1])) * p.outer * p.inner for p in passes)
-    return 2.0 * len(passes) + batch * elements * ELEMENT_BYTES[passes[0].dtype] / gpu.memory_bytes / gpu.sms
+LEAST_OF_PASS = 2.0  # microseconds that any takes, however little it moves
 
 
-def tile_all(passes: list[Work], batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
-    tiled = []
-    for work in passes:
+def least_us(work: Work, batch: int, gpu: Gpu) -> float:
+    """No tiling of it is predicted to be faster for the class of batches."""
+    first, *_, last = work.states
+    moved = (math.prod(first) * work.held + math.prod(last) * work.terms) * work.outer * work.inner
+    of_sample = least_of_sample(work, moved, 1, gpu)
+    samples = samples_of(batch)
+    return math.prod(LEAST_OF_PASS + each * of_sample for each in samples) ** (1 / len(samples))
+
+
+def least_of_sample(work: Work, moved: int, times: int, gpu: Gpu) -> float:
+    """The GPU's microseconds for a sample, if a pass moves so many elements and multiplies so many times: several
+    factors taken as one are multiplied by `mma.sync` alone."""
+    states = zip(work.steps, work.states, strict=False)
+    products = sum(mode.q * math.prod(state) for (_, mode), state in states if len(mode.parts) > 1)
+    products *= 2 * times * max(work.rank, work.terms) * work.outer * work.inner
+    return max(moved * ELEMENT_BYTES[work.dtype] / gpu.memory_bytes, products / gpu.flops[work.dtype]) / gpu.sms
+
+
+def tile_all(works: list[Work], batch: int, gpu: Gpu, least: list[float], most: float) -> tuple[Pass, ...] | None:
+    """The fastest pass of each; or None, if one has none, or if they take `most` microseconds, when those that are not
+    tiled yet take the `least` ones."""
+    tiled: list[Pass] = []
+    for number, work in enumerate(works):
+        if class_us(tiled, batch) + sum(least[number:]) >= most:
+            return None
         found = _fastest(work, batch, gpu)
         if found is None:
             return None

@@ -73,20 +73,12 @@ template <class Pass> struct HeldWeights : Tiles<Pass> {
     }
   }
 
-  // A weight made as it is loaded: `at` gives its elements, of as many rows. Neighbouring threads take neighbours in memory: those of a row, or
-  // those of a column, where the weight lies there the other way round.
+  // A weight made as it is loaded: `at` gives its elements, of as many rows. TURNED: it lies in memory the other way round.
   template <class S, bool TURNED, int Q = S::Q, class At> DEVICE void make_weight(int term, At at) const {
-    constexpr int kLength = TURNED ? S::W_ROWS : S::PP;
     const u32 to = weight_address<S>(term);
-    const auto q_of = [](int j) { return TURNED ? j % kLength : j / kLength; };
-    const auto p_of = [](int j) { return TURNED ? j / kLength : j % kLength; };
-    Base::template by_registers<S::W_ROWS * S::PP, kBlock>(
-        threadIdx.x,
-        [&](int j) {
-          const int q = q_of(j), p = p_of(j);
-          return q < Q && p < S::P ? at(q, p) : Element{};
-        },
-        [&](int j) { return to + (q_of(j) * S::W_STRIDE + Math::place_of(p_of(j), S::FROM_SUMS)) * kSize; });
+    ::make_weight<Element, Q, S::P, S::W_ROWS, S::PP, kBlock, 16, TURNED>(at, [&](int q, int p, Element x) {
+      store_shared(to + (q * S::W_STRIDE + Math::place_of(p, S::FROM_SUMS)) * kSize, x);
+    });
   }
   // A layer's bias, with zeros where its stage pads q
   template <class S> DEVICE void load_bias(int term, const Element* bias) const {

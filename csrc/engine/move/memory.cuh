@@ -22,17 +22,24 @@ template <int ALL, int THREADS, int TOGETHER, class Get, class Put> DEVICE void 
     UNROLL for (int i = 0; i < TOGETHER; ++i) put(from + i * THREADS, x[i]);
   }
 }
-// So a weight [Q, P] to shared memory, padded with zeros to [HEIGHT, WIDTH]: at(q, p) is an element, place(q, p) where it goes.
-template <class Element, int Q, int P, int HEIGHT, int WIDTH, int THREADS, int TOGETHER, class At, class Place>
-DEVICE void make_weight(const At& at, const Place& place) {
-  move_together<HEIGHT * WIDTH, THREADS, TOGETHER>(
-      [&](int j) {
-        const int q = j / WIDTH, p = j % WIDTH;
-        return q < Q && p < P ? narrow<Element>(at(q, p)) : Element{};
-      },
-      [&](int j, Element x) {
-        if (j / WIDTH < HEIGHT) store_shared(place(j / WIDTH, j % WIDTH), x);
-      });
+// A weight [Q, P], padded with zeros to [HEIGHT, WIDTH]: at(q, p) is an element, put(q, p, x) puts it down. Threads beside each other have
+// neighbours of a row, or of a column if it is TURNED, and all others one behind another there, so that one of two places is found once.
+// What is beyond the weight is loaded as its last element: behind a branch, each load would be waited for before the next one.
+template <class Element, int Q, int P, int HEIGHT, int WIDTH, int THREADS, int TOGETHER, bool TURNED = false, class At, class Put>
+DEVICE void make_weight(const At& at, const Put& put) {
+  constexpr int kLength = TURNED ? HEIGHT : WIDTH, kLines = TURNED ? WIDTH : HEIGHT;
+  constexpr int kAcross = kLength < THREADS ? kLength : THREADS, kDown = THREADS / kAcross, kRounds = ceil_div(kLines, kDown);
+  constexpr int kTogether = kRounds < TOGETHER ? kRounds : TOGETHER;
+  if (threadIdx.x >= kAcross * kDown) return;
+  ROLL for (int along = threadIdx.x % kAcross; along < kLength; along += kAcross)
+    ROLL for (int line = threadIdx.x / kAcross; line < kLines; line += kTogether * kDown) {
+      const auto q_of = [&](int i) { return TURNED ? along : line + i * kDown; };
+      const auto p_of = [&](int i) { return TURNED ? line + i * kDown : along; };
+      Element x[kTogether];
+      UNROLL for (int i = 0; i < kTogether; ++i) x[i] = at(min(q_of(i), Q - 1), min(p_of(i), P - 1));
+      UNROLL for (int i = 0; i < kTogether; ++i)
+        if (line + i * kDown < kLines) put(q_of(i), p_of(i), q_of(i) < Q && p_of(i) < P ? x[i] : Element{});
+    }
 }
 
 // WARPS warps that work on one tile, GROUPS such groups in a block, each with a barrier of its own. The first one's is

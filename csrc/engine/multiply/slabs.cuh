@@ -76,7 +76,8 @@ template <class Element, int HEIGHT> struct Slabs {
       clear_padding<Q, P, THREADS>(to);
     } else {
       make_weight<Element, Q, P, round_up(Q, 16), round_up(P, 16), THREADS, 16>(
-          at, [&](int q, int p) { return to + place(q, p); });
+          [&](int q, int p) { return narrow<Element>(at(q, p)); },
+          [&](int q, int p, Element x) { store_shared(to + place(q, p), x); });
     }
   }
 };

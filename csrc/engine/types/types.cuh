@@ -60,7 +60,7 @@ template <> DEVICE double narrow<double>(double x) { return x; }
 DEVICE float normals() { return 1; }
 template <class Element, class... More> DEVICE float normals(const Element* weight, int count, More... more) {
   float most = 0;
-  for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
+  UNROLL_BY(8) for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
   const float others = normals(more...);
   UNROLL for (int by = 16; by > 0; by /= 2)
     most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));

@@ -75,10 +75,9 @@ template <class Pass> struct PairBackward : Grouped<Pass> {
       Base::template copy<Q, P, STRIDE, kBlock>(static_cast<const Element*>(params.weights[FACTOR]), to);
       Base::template clear_padding<Q, P, HEIGHT, WIDTH, STRIDE, kBlock>(to);
     } else {
-      constexpr int kAll = ceil_div(HEIGHT * WIDTH, kBlock);
-      make_weight<Element, Q, P, HEIGHT, WIDTH, kBlock, kAll < 16 ? kAll : 16>(
-          [&](int q, int p) { return Math::rounded(at(q, p)); },
-          [&](int q, int p) { return to + (q * STRIDE + p) * kSize; });
+      make_weight<Element, Q, P, HEIGHT, WIDTH, kBlock, 16>(
+          [&](int q, int p) { return narrow<Element>(Math::rounded(at(q, p))); },
+          [&](int q, int p, Element x) { store_shared(to + (q * STRIDE + p) * kSize, x); });
     }
   }
   template <int FACTOR, int Q, int P, int STRIDE> DEVICE void round_weight(u32 at) const {

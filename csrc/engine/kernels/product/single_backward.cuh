@@ -85,8 +85,8 @@ template <class Pass> struct SingleBackward : Grouped<Pass> {
     constexpr int kWide = kByColumns ? kRows : kColumns;
     const Element* from = static_cast<const Element*>(params.weights[0]);
     make_weight<Element, Q, P, kQ, kWide, kBlock, 8>(
-        [&](int q, int p) { return Math::rounded(widen(from[q * P + p])); },
-        [&](int q, int p) { return weight + (row_of(q) * kW + p) * kSize; });
+        [&](int q, int p) { return narrow<Element>(Math::rounded(widen(from[q * P + p]))); },
+        [&](int q, int p, Element x) { store_shared(weight + (row_of(q) * kW + p) * kSize, x); });
   }
 
   using Held = A[kHolds ? kQ / kStep : 1];
