@@ -603,6 +603,25 @@ def test_modes_may_have_a_single_element(case: Case, emulator: Emulator) -> None
     run_with_less_memory(case, Gpu.of(case.architecture).shared, emulator)
 
 
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        (Case(kronecker((15, 7), (9, 13)), "bfloat16", 37, LARGE), "rows"),
+        (Case(kronecker((5, 31), (5, 27)), "float16", 19, LARGE, activation=LEARNED), "columns"),
+        (Case(kronecker((2, 45), (3, 45)), "float16", 11, LARGE), "threads"),
+        (Case(kronecker((3, 17), (3, 19)), "float32", 70, LARGE), "rows"),
+        (Case(kronecker((60, 11, 13), (60, 11, 13), rank=3), "float16", 3, LARGE), "columns"),
+        (Case(kronecker((13, 21), (11, 2)), "float16", 5, LARGE), "columns"),
+        (Case(kronecker((70, 21, 15), (70, 21, 15)), "bfloat16", 2, LARGE), "columns"),
+    ],
+    ids=str,
+)
+def test_results_of_odd_rows_lie_as_in_memory(case: Case, how: str, emulator: Emulator) -> None:
+    """Behind 16 bytes that a tile begins among, and that the last one ends among, of one term or of several."""
+    found = run_with_less_memory(case, 60000, emulator)
+    assert any(isinstance(p, Resident) and p.as_memory and how in str(p.last) for p in found.passes), found
+
+
 def stages_of(found: Plan) -> list[Stage]:
     passes = (p for p in found.passes if isinstance(p, Resident))
     return [stage for p in passes for stage in p.stages if isinstance(stage, Stage)]

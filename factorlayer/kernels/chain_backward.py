@@ -323,7 +323,7 @@ class ChainBackward(BlockSums):
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
         told |= {"RANK": work.rank, "TERMS": work.rank, "GRADS": self.gradients, "kGradBytes": self.state_bytes[-1]}
         told |= {"UNITS_PER_SAMPLE": self.units_per_sample, "GRAD": places.grad, "COUNT": self.weights, "BIAS": False}
-        told |= {"BESIDE": -1, "PADDED": True}
+        told |= {"BESIDE": -1, "AS_MEMORY": False, "PADDED": True}
         told |= {"COPY_X": copied_at_once(layouts[0], regions[0], self.size, work.inputs)}
         told |= {"COPY_G": copied_at_once(back_layouts[-1], regions[1], self.size)}
         told |= {"STORE": copied_at_once(back_layouts[0], returned, self.size, work.inputs), "RETURNS": bool(places.y)}

@@ -23,6 +23,7 @@ from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Inputs, Mode, OfWork, Work, round_up, told_inputs
 
 SCALE_BYTES = 4
+PIECE = 16  # bytes
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
@@ -71,7 +72,17 @@ class Resident(OfWork):
     @property
     def final(self) -> Layout:
         """The layout of the result in shared memory, before it is stored."""
-        return self.last.result_layout
+        return self.last.memory_layout if self.as_memory else self.last.result_layout
+
+    @kept
+    def as_memory(self) -> bool:
+        """Whether the result lies in shared memory as it will in memory, and leaves for it by 16 bytes all the same: a
+        tile begins there as far into 16 bytes as in memory."""
+        if self.straight or self.work.slope or self.parts > 1 or self.chunk < self.work.inner:
+            return False
+        last = self.last
+        fits = last.rows * last.q * last.inner * self.size + PIECE <= last.result_bytes
+        return fits and self.work.lies_as_memory
 
     @property
     def parts(self) -> int:
@@ -211,6 +222,7 @@ class Resident(OfWork):
         split_step = math.prod(work.states[-1]) // self.parts * work.inner if self.parts > 1 else 0
         told: Told = {"WARPS": self.warps, "GROUPS": self.groups, "UNITS": self.units, "SLOTS": self.slots}
         told |= {"RANK": work.rank, "MADE": self.made, "RESULT_APART": self.result_apart, "STRAIGHT": self.straight}
+        told |= {"AS_MEMORY": self.as_memory}
         told |= {"X_ALONE": self.alone or (self.straight and len(stages) == 1)}
         told |= {"HELD": work.held, "UNITS_PER_SAMPLE": self.units_per_sample, "FINAL": self.final_offset}
         told |= {
@@ -362,7 +374,8 @@ def stage_type(
     """A stage in C++: `weight`, `scale`, and `places` of its state and of the next, are offsets, as chain.cuh says. Of
     a weight that lies as another stage reads it, `stride` is that one's."""
     run, side = following.i if following.i > 1 else following.p, stage.q if stage.by_rows else stage.inner
-    pairs = run == side or (run % 2 == 0 and side % 2 == 0)
+    even = following.row % 2 == 0 and (following.i == 1 or following.step % 2 == 0)
+    pairs = even and (run == side or (run % 2 == 0 and side % 2 == 0))
     words = [
         str(stage.by_rows).lower(),
         *(stage.p, stage.q, stage.inner, stage.rows, stage.mt, stage.nt),

@@ -116,6 +116,8 @@ class ResidentStack(Resident):
         a, b = self.layers[i], self.layers[j]
         return self.sizes[i] == self.sizes[j] and not a.parameters and (a.activation, a.bias) == (b.activation, b.bias)
 
+    as_memory = False  # its places of results are others
+
     @property
     def plain(self) -> tuple[Stage, ...]:
         return tuple(stage for stage in self.stages if isinstance(stage, Stage))

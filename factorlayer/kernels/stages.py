@@ -150,6 +150,11 @@ class Stage:
         step = _odd_eights(round_up(self.inner, 8))
         return Layout(self.q, self.inner, self.q * step, step)
 
+    @property
+    def memory_layout(self) -> Layout:
+        """What it writes as memory has it, with nothing between its rows."""
+        return Layout(self.q, self.inner, self.q * self.inner, self.inner if self.inner > 1 else 1)
+
     @kept
     def result_bytes(self) -> int:
         return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)

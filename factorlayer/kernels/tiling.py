@@ -40,6 +40,7 @@ TILES = (
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, one of 2 bytes,
 # made of words, and issue slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
+OF_SINGLE = 1  # for a sum that is put down by itself, in place of half of a store and of a conversion
 LINE, SECTOR = 128, 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
@@ -160,7 +161,11 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
         move = units * (unit_in + of_y) * size / gpu.shared_bytes
-        pieces = pieces_of(unit_in, work, chunk, work.inputs) + (1 + work.slope) * pieces_of(unit_out, work, chunk)
+        if chunk == work.inner and split == 1 and not work.slope and work.lies_as_memory:
+            pieces = singles_of(unit_out, work)  # the result leaves by whole 16 bytes
+        else:
+            pieces = (1 + work.slope) * pieces_of(unit_out, work, chunk)
+        pieces += pieces_of(unit_in, work, chunk, work.inputs)
         move += units * (pieces / gpu.instructions + functions / gpu.rates.special_functions)
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
@@ -319,6 +324,12 @@ def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = Non
         return 0.0
     each = of_pieces(access, run * size) if access < 16 else 0.0
     return elements * size / access / 32 * (each + (OF_TENSOR if inputs else 0))
+
+
+def singles_of(elements: int, work: Work) -> float:
+    """Instructions of warps for sums that are put down one by one, where others are two by two."""
+    row = work.inner if work.inner > 1 else work.states[-1][-1]
+    return elements / 32 * OF_SINGLE if row % 2 else 0.0
 
 
 def parts_of_sectors(rows: int, chunk: int, work: Work, batch: int) -> int:

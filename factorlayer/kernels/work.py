@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -180,6 +181,18 @@ class Work:
     def states(self) -> list[tuple[int, ...]]:
         """Sizes before each step and after the last."""
         return self.states_of(1)
+
+    @kept
+    def lies_as_memory(self) -> bool:
+        """Whether a result had better lie in shared memory as it will in memory: where 8 bytes do not divide its rows,
+        unless more than two of the lanes that put down their sums would meet in a bank."""
+        (at, mode), state = self.steps[-1], self.states[-1]
+        row = math.prod(state[at + 1 :]) * self.inner
+        row = row if row > 1 else mode.q
+        size = ELEMENT_BYTES[self.dtype]
+        words = {(g * row + 2 * t) * size // 4 for g in range(8) for t in range(4)}
+        meeting = collections.Counter(word % 32 for word in words)
+        return row * size % 8 > 0 and max(meeting.values()) <= 2
 
     @kept
     def unnumbered(self) -> Work:

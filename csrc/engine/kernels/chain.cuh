@@ -18,7 +18,7 @@
 //        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
 //        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first
-//        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is not
+//        stage does not write where the result is, or the last stage reads; AS_MEMORY: the result lies in shared memory as in memory; X_ALONE: slots have nothing but x, and if FINAL is not
 //        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory;
 //        BESIDE, the parameter that grad_y is, or -1, Gradient, of a sum and what is beside it, and LATER, tiles of x that are asked
 //        for between it and the last stage's end
@@ -252,6 +252,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           w[t][q][p] = scale * number(Base::template weight_address<S>(term + t) + (q * S::W_STRIDE + Math::place_of(p, false)) * kSize);
     }
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
+    if constexpr (LAST) to += piece_of(term, unit);
     UNROLL_BY(2) for (int j = thread; j < kCount; j += kThreads) {
       const int o = j / kOfRow, i = j % kOfRow * kWide;
       const u32 from = state + (o * S::In::ROW + i) * kSize;
@@ -374,6 +375,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       }
     };
     const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
+    if constexpr (LAST) to += piece_of(term, unit);
     if constexpr (S::BY_ROWS) {
       const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
@@ -653,10 +655,30 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     if constexpr (Pass::TERM_OUT > 0) y += (i64(blockIdx.y) + term) * params.batch * Pass::TERM_OUT;
     return y;
   }
+  // How far into 16 bytes of memory a tile begins there, and so in shared memory as well, if it lies there AS_MEMORY has it.
+  DEVICE u32 piece_of(int term, i64 first) const {
+    if constexpr (Pass::AS_MEMORY)
+      return reinterpret_cast<u64>(result(term) + Pass::Output::unit(first)) % 16;
+    else
+      return 0;
+  }
+  // Such a tile: its whole 16 bytes, and what is before and behind them by elements
+  DEVICE void store_as_memory(int term, i64 first, u32 from) const {
+    Element* const to = result(term) + Pass::Output::unit(first);
+    const int count = Base::present(first) * Pass::Output::kSize, into = piece_of(term, first) / kSize;
+    const int before = min(into > 0 ? kWord - into : 0, count), whole = (count - before) / kWord, behind = before + whole * kWord;
+    from += into * kSize;
+    UNROLL_BY(4) for (int j = thread; j < whole; j += kThreads)
+      store_words<16>(to + before + j * kWord, load_words<16>(from + before * kSize + j * 16));
+    if (thread < before) store_words<kSize>(to + thread, load_words<kSize>(from + thread * kSize));
+    if (thread < count - behind) store_words<kSize>(to + behind + thread, load_words<kSize>(from + (behind + thread) * kSize));
+  }
   DEVICE void store(int term, i64 tile, int slot) const {
     if constexpr (Pass::STRAIGHT) return;
     const u32 from = Pass::FINAL < 0 ? slot_address(slot) : memory + Pass::FINAL;
-    if constexpr (Pass::BULK_STORE) {
+    if constexpr (Pass::AS_MEMORY) {
+      store_as_memory(term, tile * Pass::UNITS, from);
+    } else if constexpr (Pass::BULK_STORE) {
       if (warp == 0) store_runs(tile * Pass::UNITS, from, result(term));
     } else {
       Base::template store_pieces<typename Pass::Output, typename Pass::Final, Pass::STORE>(tile * Pass::UNITS, from, result(term));

@@ -222,7 +222,8 @@ class Recurrent(AllSteps):
     @property
     def told(self) -> list[str]:
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
+        told |= {"HAS_BIAS": self.recurrence.chain.bias}
         told |= {"RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "EVEN": self.is_even}

@@ -232,7 +232,8 @@ class RecurrentCluster(AllSteps):
     @property
     def told(self) -> list[str]:
         told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
+        told |= {"HAS_BIAS": self.recurrence.chain.bias}
         told |= {"HIDDEN": self.recurrence.hidden, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "OUTPUTS": self.written_each_step}
         told |= {"DOWN": self.goes_down}

@@ -139,7 +139,8 @@ class RecurrentSpread(AllSteps):
     def told(self) -> list[str]:
         stage, even = self.slice, self.hidden % 2 == 0
         told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "BESIDE": -1, "BIAS": False, "HAS_BIAS": self.recurrence.chain.bias}
+        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
+        told |= {"HAS_BIAS": self.recurrence.chain.bias}
         told |= {"HIDDEN": self.hidden, "RESET_BEFORE": self.before}
         told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
         told |= {"ROW": self.row, "DOWN": self.goes_down, "TURNED": self.back}
