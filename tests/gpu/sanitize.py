@@ -94,6 +94,7 @@ TRAINED = [
     ("kronecker", "3x5 24x32 32x24", 72, "bfloat16"),
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
+    ("kronecker", "9x31 8x5 7x11", 70, "float16", 2),
     ("kronecker", "10 24", 2060, "float16", 3),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "4x8 192x128", 70, "bfloat16"),

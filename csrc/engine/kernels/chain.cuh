@@ -18,8 +18,10 @@
 //        result) and FINAL (its offset); SPLIT_STEP; load_weights(), stages(); RANK, terms that are summed; TERM_IN and
 //        TERM_OUT, a sample's features where x or y has a state for each term (one term behind the other), or 0; HELD,
 //        states in a slot, kHeldBytes apart; MADE, terms whose states are made of one x; RESULT_APART: the first
-//        stage does not write where the result is, or the last stage reads; AS_MEMORY: the result lies in shared memory as in memory; X_ALONE: slots have nothing but x, and if FINAL is not
-//        negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last stage go to memory, not to a result in shared memory;
+//        stage does not write where the result is, or the last stage reads; X_ALONE: slots have nothing but x, and if FINAL is
+//        not negative, stages() loads the next one; Source: void, or Several, the tensors that x is; STRAIGHT: sums of the last
+//        stage go to memory, not to a result in shared memory; AS_MEMORY: rows of the result lie there side by side, as in
+//        memory, and behind as many bytes as the tile begins behind whole 16 bytes;
 //        BESIDE, the parameter that grad_y is, or -1, Gradient, of a sum and what is beside it, and LATER, tiles of x that are asked
 //        for between it and the last stage's end
 #pragma once
