@@ -50,7 +50,7 @@ from factorlayer.kernels.work import Mode
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
-from factorlayer.plan.cuts import cuts, modes_of
+from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
 from factorlayer.plan.registry import family_of
@@ -60,6 +60,7 @@ from factorlayer.plan.registry.monarch import OF_MONARCH
 from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT, OF_PRODUCT_AND_SLOPES
 from factorlayer.plan.schemes import schemes
 from factorlayer.plan.visits import visits as by_visits
+from factorlayer.plan.works import single
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -1794,6 +1795,24 @@ def test_slopes_behind_products_of_groups(
     found = plan(replace(Chain.of(spec, True, "gelu"), slope=spec.out_features), dtype, planned, Gpu.of(90))
     assert type(found.passes[-1]).__name__ == "Wide"
     check_slopes(found, spec, "gelu", batch, emulator)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (kronecker((5, 64), (5, 96), rank=2), "float32"),
+        (kronecker((6, 72), (6, 136), rank=3), "bfloat16"),
+        (kronecker((4, 200), (4, 200), rank=2), "tf32"),
+    ],
+    ids=str,
+)
+def test_slopes_behind_a_sum_of_products(spec: LayerSpec, dtype: str, emulator: Emulator) -> None:
+    """Whose terms a pass of the last factor adds up."""
+    chain, gpu = replace(Chain.of(spec, True, "gelu"), slope=spec.out_features), Gpu.of(90)
+    made = [single(work, LARGE, gpu) for work in works_of(chain, dtype, modes_of(chain), [[0], [1]])]
+    assert type(made[-1]).__name__ == "Wide"
+    found = Plan(chain, dtype, LARGE, gpu, with_halves(tuple(filter(None, made))))
+    check_slopes(found, spec, "gelu", 17, emulator)
 
 
 @pytest.mark.parametrize(

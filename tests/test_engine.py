@@ -764,6 +764,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
                 plans = [plan(one, case.dtype, planned_for, Gpu.of(90)) for one in gradients_one_by_one(each)]
             for planned in plans:
                 found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
+                found |= {"as memory" for p in planned.passes if isinstance(p, Resident) and p.as_memory}
                 kinds = " ".join(type(p).__name__ for p in planned.passes)
                 found |= {kinds, f"{kinds} in {case.dtype}"} | ({"Wide Wide"} if "Wide Wide" in kinds else set())
                 passes = planned.text().split("\npass ")[1:]
@@ -781,6 +782,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
         "inputs in float32",
         "rank",
         "split",
+        "as memory",
         "Pair",
         "Resident",
         "Resident Resident",

@@ -40,7 +40,7 @@ TILES = (
 # Instructions of a warp, counted in machine code: to move a piece between memory and shared memory, one of 2 bytes,
 # made of words, and issue slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
-OF_SINGLE = 1  # for a sum that is put down by itself, in place of half of a store and of a conversion
+OF_SINGLE = 1  # more, for a sum that is converted and put down by itself, not together with its neighbour
 LINE, SECTOR = 128, 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
@@ -49,7 +49,7 @@ IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are wh
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
-OF_LOADED = 16  # instructions for each, in machine code
+OF_LOADED = 16  # a warp's instructions for each, in machine code
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
 HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works

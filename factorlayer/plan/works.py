@@ -55,11 +55,11 @@ def tile_all(works: list[Work], batch: int, gpu: Gpu, least: list[float], most: 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """Of all families, by predicted times of the class of batches."""
     found = [passes[0] for passes in ways(OF_WORK, work, batch, gpu)]
-    single = _single(work, batch, gpu)
-    return min([*found, *([single] if single else [])], key=lambda made: class_us((made,), batch), default=None)
+    alone = single(work, batch, gpu)
+    return min([*found, *([alone] if alone else [])], key=lambda made: class_us((made,), batch), default=None)
 
 
-def _single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
+def single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
     """A pass of one factor whose weight comes from memory again and again, and maybe of one of 8 before it."""
     if any(len(mode.parts) > 1 for _, mode in work.steps) or len(work.steps) != len(work.sizes):
         return None

@@ -657,7 +657,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     if constexpr (Pass::TERM_OUT > 0) y += (i64(blockIdx.y) + term) * params.batch * Pass::TERM_OUT;
     return y;
   }
-  // How far into 16 bytes of memory a tile begins there, and so in shared memory as well, if it lies there AS_MEMORY has it.
+  // Bytes by which a tile of the result begins behind whole 16 bytes of memory, and of shared memory, if it lies there AS_MEMORY.
   DEVICE u32 piece_of(int term, i64 first) const {
     if constexpr (Pass::AS_MEMORY)
       return reinterpret_cast<u64>(result(term) + Pass::Output::unit(first)) % 16;
