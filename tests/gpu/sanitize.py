@@ -83,7 +83,7 @@ TRAINED = [
     ("kronecker", "32 32", 70, "float64 tf32"),
     ("kronecker", "32 32", 20, "bfloat16"),
     ("kronecker", "72 72", 66, "bfloat16 tf32"),
-    ("kronecker", "100 72", 66, "float64"),
+    ("kronecker", "90 86", 66, "float64"),
     ("kronecker", "64 60", 24, "float32"),
     ("kronecker", "128 128", 5, "tf32 float64"),
     ("kronecker", "8 8 8 8 8", 4, "float32"),
