@@ -44,6 +44,8 @@ class ResidentStack(Resident):
     layers: tuple[Chain, ...] = ()
     states: bool = False  # stored as well, those between layers
 
+    as_memory = False  # layers pad what they make
+
     def us_of(self, batch: int) -> float:
         """Predicted microseconds: rounds of tiles, one of each group."""
         gpu, units, warps = self.gpu, self.units, self.warps
@@ -115,8 +117,6 @@ class ResidentStack(Resident):
     def _is_like(self, i: int, j: int) -> bool:
         a, b = self.layers[i], self.layers[j]
         return self.sizes[i] == self.sizes[j] and not a.parameters and (a.activation, a.bias) == (b.activation, b.bias)
-
-    as_memory = False  # its places of results are others
 
     @property
     def plain(self) -> tuple[Stage, ...]:

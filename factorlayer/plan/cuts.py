@@ -14,8 +14,8 @@ from factorlayer.kernels.work import Mode, Work, inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
 
-# Up to what size neighbours are taken as one: of few modes in every way, of more as far as each of some sizes goes.
-# Multiply-adds of longer ones take more time than what passes move
+# Up to what size neighbours are taken as one, of few modes: multiply-adds of longer ones take more time than
+# what passes move. Of more modes from the last one on, as far as each of some lengths goes
 LONGEST_MERGED = {"float64": 64, "float32": 128, "tf32": 256, "bfloat16": 256, "float16": 256}
 LENGTHS = 64, 16, 1
 MOST_MODES, MOST_PASSES = 6, 6  # of which every way to cut is tried
@@ -57,8 +57,7 @@ def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
     """The modes, with neighbours taken as one."""
     modes = modes_of(chain)
     if len(modes) > MOST_MODES:
-        ways = (_merged(modes, min(longest, LONGEST_MERGED[dtype]), dtype) for longest in LENGTHS)
-        return list(dict.fromkeys(ways))
+        return list(dict.fromkeys(_merged(modes, longest, dtype) for longest in LENGTHS))
     every = range(len(modes))
     found = [as_one(modes, runs) for count in range(1, len(modes) + 1) for runs in parts_of(list(every), count)]
     return [way for way in found if all(_may_be_one(mode, dtype) for mode in way)]
