@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from factorlayer.autograd.layer_ops import layer_at_once, take_kernels
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.stack_ops import MANY, STATES, texts_of_run
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels import chain_backward, tiling
+from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
@@ -28,9 +31,10 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product import wide
 from factorlayer.kernels.product.streamed import products, tile
 from factorlayer.kernels.stages import Stage
-from factorlayer.kernels.tiling import predict, waits_of
+from factorlayer.kernels.timing import Fastest, predict, waits_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.library import Product, calls, contracted_us
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
 from factorlayer.plan.planner import LEAST_ROWS, _functions, _rows, plan_of, times_of_few, times_of_many, times_of_some
@@ -312,6 +316,39 @@ def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has(waits: b
         made[groups] = predict(0.5, busy, 3, 2, groups, 0.0, 1, 1, Gpu(*LIMITS), waits)[0]
     assert made[4] == pytest.approx(made[16])
     assert waits_of(2) > 2 * waits_of(8)
+
+
+class Everything(Fastest):
+    """Leaves nothing out."""
+
+    def may_be(self, *_: object, **__: object) -> bool:
+        return True
+
+
+WORKS = {
+    "few": ((12, 7, 33), (12, 7, 33), 2, 16),
+    "two": ((96, 96), (96, 160), 1, 16),
+    "some": ((6, 20, 11), (9, 4, 30), 1, 1024),
+    "many": ((3, 5, 8, 40), (3, 5, 8, 40), 3, 65536),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "tf32", "float16"])
+@pytest.mark.parametrize("name", WORKS)
+def test_the_fastest_tiling_is_not_among_those_left_out(name: str, dtype: str) -> None:
+    """Of passes and of visits: of all factors, and of each by itself with what lies before and behind it."""
+    p, q, rank, batch = WORKS[name]
+    gpu, chain = Gpu(*LIMITS), Chain.of(LayerSpec("kronecker", p, q, rank), False, "identity")
+    modes = modes_of(chain)
+    for parts in ([list(range(len(modes)))], [[i] for i in reversed(range(len(modes)))]):
+        for work in works_of(chain, dtype, modes, parts):
+            ways = [partial(tiling.candidates, work, batch, gpu)]
+            visit = replace(work, rank=1, terms=rank, apart=False)
+            ways += [partial(chain_backward._tilings, visit, Places(len(modes)), batch, gpu)]
+            for way in ways:
+                some, every = list(way(Fastest(batch, gpu))), list(way(Everything(batch, gpu)))
+                assert [us for us, *_ in some[-1:]] == [us for us, *_ in every[-1:]]
+                assert len(some) <= len(every)
 
 
 def test_who_splits_a_weight_waits_for_each_round_of_its_rows() -> None:

@@ -34,18 +34,15 @@ from factorlayer.kernels.tiling import (
     OF_PADDED_ROW,
     PART_US,
     chunks_of,
-    most_of,
     odd_us,
     of_pieces,
     parts_of_sectors,
-    predict,
     shared_us,
     stage_for,
     units_of,
-    us_of_few,
-    waits_of,
     weights_us,
 )
+from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_few, waits_of
 from factorlayer.kernels.work import OF_TENSOR, Mode, Work, merged, round_up, told_inputs
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
@@ -60,6 +57,7 @@ MOST_GROUPS = 15  # each has a barrier of its own
 WARPS = (2, 4, 8, 16)
 FEWER = (1, 2, 4)  # times: what pads the states of a tile may leave room for smaller ones alone
 OTHER_REGISTERS = 56
+WEIGHTS_RATE = 40e3  # bytes of weights, both ways round, that a multiprocessor loads in a microsecond before tiles
 SLACK = 16  # bytes behind a state, which an access of whole 16 bytes may reach
 
 
@@ -448,7 +446,9 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
 @functools.lru_cache(512)
 def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest tiling of these sizes and places, whatever the weights' numbers are."""
-    found = min(_tilings(work, places, batch, gpu), key=lambda candidate: candidate[0], default=None)
+    found: Candidate | None = None
+    for found in _tilings(work, places, batch, gpu, Fastest(batch, gpu)):  # noqa: B007 (the last one is wanted)
+        pass
     return replace(ChainBackward(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
@@ -456,18 +456,21 @@ def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | N
 Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
-def _tilings(work: Work, places: Places, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+def _tilings(work: Work, places: Places, batch: int, gpu: Gpu, fastest: Fastest) -> Iterator[Candidate]:
+    """Each faster than the `fastest` before it."""
     alone = len(work.steps) == 1 and work.rank == 1 and places.x != places.y and not work.inputs
     for parts in PARTS if alone else (1,):
         found = False
-        for candidate in _of_parts(work, places, parts, batch, gpu):
+        for candidate in _of_parts(work, places, parts, batch, gpu, fastest):
             found = True
-            yield candidate
+            if candidate[0] < fastest.us:
+                fastest.us = candidate[0]
+                yield candidate
         if found and batch * work.outer * work.inner >= FEW * gpu.sms:
             return
 
 
-def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu, fastest: Fastest) -> Iterator[Candidate]:
     size = ELEMENT_BYTES[work.dtype]
     for chunk, warps, fewer in itertools.product(chunks_of(work), WARPS, FEWER):
         states = [math.prod(state) * chunk for state in work.states]
@@ -491,7 +494,7 @@ def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu) -> I
                 if learned is None or learned in seen:
                     continue
                 seen.add(learned)
-                yield from _grouped(work, places, both, learned, chunk, units, warps, parts, total, batch, gpu)
+                yield from _grouped(work, places, both, learned, chunk, units, warps, parts, total, batch, gpu, fastest)
 
 
 def _grouped(
@@ -506,6 +509,7 @@ def _grouped(
     total: int,
     batch: int,
     gpu: Gpu,
+    fastest: Fastest,
 ) -> Iterator[Candidate]:
     """Groups as many as fit, with two slots or one."""
     size, blocks = ELEMENT_BYTES[work.dtype], work.terms * parts
@@ -530,30 +534,43 @@ def _grouped(
     read = sum(n * shared_us(blocks, gpu) for n, blocks in zip((of_x, of_g), alike, strict=True))
     memory = units * (read + of_y / gpu.memory_bytes) * (1 + 11 / run)  # short runs cost more
     shared = units * parts_of_sectors(math.prod(work.states[0]), chunk, work, batch) * PART_US if places.y else 0.0
-    fixed, tiles = one.barrier_bytes + one.weight_bytes, -(-total // units)
+    tiles, room = -(-total // units), gpu.shared - one.barrier_bytes - one.weight_bytes
     of_learned = [d.parts_of_time(work.dtype, warps, gpu) for d in learned]
     moving = _moving(one)
+
+    def busy_us(groups: int) -> float:
+        """Of a tile's work, with the waits of so many groups."""
+        waits = waits_of(groups * warps)
+        busy = odd_us(one.stages, warps, groups, gpu)
+        busy += sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
+        return work.rank * busy + units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
+
+    wanted = max(1, math.ceil(most_of(batch) * total / batch / units * blocks / gpu.sms))  # that all have a tile
+    most_groups = min(room // one.group_bytes, fit // warps, MOST_GROUPS, wanted)
+    if most_groups < 1:
+        return
+    busy = {most_groups: busy_us(most_groups)}
+    begin = one.weight_bytes / WEIGHTS_RATE
+    of_tile = memory, busy[most_groups], warps, most_groups
+    if not fastest.may_be(total, units, blocks, *of_tile, waits=True, parts=shared, begin=begin):
+        return
     for slots in (2, 1):
         group = one.group_bytes + (slots - 1) * one.slot_bytes
-        groups = min((gpu.shared - fixed) // group, fit // warps, MOST_GROUPS)
-        if groups < 1:
+        groups = min(room // group, most_groups)
+        if groups < 1 or groups * max(group, one.fold_bytes) > room:
             continue
-        groups = max(1, min(groups, math.ceil(most_of(batch) * total / batch / units * blocks / gpu.sms)))
-        if fixed + groups * max(group, one.fold_bytes) > gpu.shared:
-            continue
-        waits = waits_of(groups * warps)
-        busy = work.rank * odd_us(one.stages, warps, groups, gpu)
-        busy += work.rank * sum(together(multiply, move, issue * waits) for multiply, move, issue in of_learned)
-        busy += units * moved / gpu.shared_bytes + waits * moving / gpu.instructions
+        if groups not in busy:
+            busy[groups] = busy_us(groups)
         barriers = 2 * len(one.stages) * work.rank + 4
-        us, of_tile = predict(memory, busy, barriers, warps, groups, slots > 1, tiles, blocks, gpu, True, shared)
-        begin = one.weight_bytes / 40e3 + weights_us(work, 32 * warps * groups, gpu, both_ways=True)
+        many = warps, groups, float(slots > 1), tiles, blocks, gpu
+        us, made_of = predict(memory, busy[groups], barriers, *many, waits=True, parts=shared)
+        begin = one.weight_bytes / WEIGHTS_RATE + weights_us(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
-        of = TileUs(*of_tile, begin + end), units, groups, blocks
+        of = TileUs(*made_of, begin + end), units, groups, blocks
         weight = us if batch > FEW_SAMPLES else us_of_few(*of, total, gpu)
-        yield weight, (*fields, groups, slots, parts, places, gpu, us), (*of_tile, begin + end)
+        yield weight, (*fields, groups, slots, parts, places, gpu, us), (*made_of, begin + end)
 
 
 def _moving(plan: ChainBackward) -> float:

@@ -25,10 +25,10 @@ from factorlayer.kernels.tiling import (
     odd_us,
     pieces_of,
     stage_for,
-    waits_of,
     warps_that_fit,
     weights_us,
 )
+from factorlayer.kernels.timing import waits_of
 from factorlayer.kernels.work import Inputs, Mode, Work, round_up
 from factorlayer.maths.chain import Chain
 

@@ -1,7 +1,4 @@
-"""The search for a resident pass's tiling: which tiles, groups and layouts are predicted to be fastest.
-
-The prediction was fitted to thousands of measured tilings; docs/kernels/common.md says how far it is off.
-"""
+"""The search for a resident pass's tiling: which tiles, groups and layouts are predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import FEW, OF_FEW
+from factorlayer.kernels.passes import FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
@@ -28,6 +25,7 @@ from factorlayer.kernels.stages import (
     tiles_across,
     together,
 )
+from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_few, waits_of
 from factorlayer.kernels.work import OF_TENSOR, Inputs, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
@@ -47,12 +45,12 @@ IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are wh
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
-LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
+WEIGHTS_RATE = 59e3  # bytes of weights that a multiprocessor loads in a microsecond, before tiles
 OF_LOADED = 16  # a warp's instructions for each, in machine code
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
+MOST_GROUPS = 32, 16  # of a block: of one warp, and of several
 MOST_BESIDE = 1024  # bytes of barriers, and of scales of one term
-HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
 
 
 @functools.lru_cache(512)
@@ -68,7 +66,9 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 @functools.lru_cache(512)
 def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling of these sizes, whatever the weights' numbers are."""
-    found = min(candidates(work, batch, gpu), key=lambda candidate: candidate[0], default=None)
+    found: Candidate | None = None
+    for found in candidates(work, batch, gpu, Fastest(batch, gpu)):  # noqa: B007 (the last one is wanted)
+        pass
     return replace(Resident(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
@@ -76,12 +76,18 @@ def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
 
 
-def candidates(work: Work, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+def candidates(work: Work, batch: int, gpu: Gpu, fastest: Fastest | None = None) -> Iterator[Candidate]:
+    """All tilings; or, of those that are given the `fastest` so far, each that is faster than the ones before it."""
     for order in _orders(work):
         for split in _splits(order, batch, gpu):
             for chunk in chunks_of(order):
                 for made in _made(order):
-                    yield from _tilings(order, chunk, split, made, batch, gpu)
+                    for candidate in _tilings(order, chunk, split, made, batch, gpu, fastest or Fastest(batch, gpu)):
+                        if fastest is None:
+                            yield candidate
+                        elif candidate[0] < fastest.us:
+                            fastest.us = candidate[0]
+                            yield candidate
 
 
 def _orders(work: Work) -> Iterator[Work]:
@@ -137,14 +143,16 @@ def _made(work: Work) -> tuple[int, ...]:
     return (1, work.terms) if work.terms > 1 and not work.apart else (1,)
 
 
-def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu) -> Iterator[Candidate]:
+def _tilings(
+    work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu, fastest: Fastest
+) -> Iterator[Candidate]:
     states, blocks, terms = work.states_of(split), split * work.terms // made, work.rank * made  # for a unit
     unit_in, unit_out = math.prod(states[0]) * chunk, math.prod(states[-1]) * chunk
     unit_in *= work.held
     unit, size = max(unit_in, unit_out), ELEMENT_BYTES[work.dtype]
     unit_out *= made
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
-    room = gpu.shared - terms * size * weights
+    left = gpu.shared - terms * size * weights
     beside = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
     per_sample = work.outer * -(-work.inner // chunk)
     total, most_units = batch * per_sample, math.ceil(most_of(batch) * per_sample)
@@ -154,10 +162,12 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
     of_y = unit_out * (1 + work.slope)  # with grad_y, which is read where results go
     memory = (of_x + of_y / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
     parts = made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * PART_US
+    if not fastest.may_be(total, 1, blocks, memory, 0.0, 1, MOST_GROUPS[0], parts=parts):
+        return
     functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
     for warps in (1, 2, 4, 8, 16):
         units = units_of(unit, warps, total)
-        if units * unit * size > room or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
+        if units * unit * size > left or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
         move = units * (unit_in + of_y) * size / gpu.shared_bytes
@@ -167,6 +177,12 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
             pieces = (1 + work.slope) * pieces_of(unit_out, work, chunk)
         pieces += pieces_of(unit_in, work, chunk, work.inputs)
         move += units * (pieces / gpu.instructions + functions / gpu.rates.special_functions)
+        tiles = -(-total // units)
+        wanted = max(1, -(-math.ceil(most_units / units) * blocks // gpu.sms))  # groups that all have a tile
+        most_groups = min(MOST_GROUPS[warps > 1], wanted)
+        of_tile = units * memory, move, warps, most_groups
+        if not fastest.may_be(total, units, blocks, *of_tile, parts=units * parts):
+            continue
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
         for most in MOST_TILES:
@@ -179,23 +195,27 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     continue
                 seen.append((in_place, stages))
                 fields = (work, stages, chunk, blocks, made, units, warps)
-                plain = [stage for stage in stages if isinstance(stage, Stage)]
-                odd = len(plain) == len(stages) and any(stage.is_odd for stage in plain)
-                products = 0.0 if odd else _products_us(stages, warps, made, work.rank, gpu)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
-                fit = warps_that_fit(work, stages)
+                room = gpu.shared - beside - weight_bytes
+                fit = min(most_groups, warps_that_fit(work, stages) // warps, room // stages[0].state_bytes)
+                if fit < 1:
+                    continue
+                odd, busy = are_odd(stages), {fit: _busy_us(stages, move, work, made, warps, fit, gpu)}
+                of_tile = units * memory, busy[fit], warps, fit
+                begin = weight_bytes / WEIGHTS_RATE
+                if not fastest.may_be(total, units, blocks, *of_tile, waits=odd, parts=units * parts, begin=begin):
+                    continue
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
                 goes = goes and not work.slope  # grad_y lies where a result does
                 for straight, slots, alone in _ways(stages, terms, in_place, goes):
                     slot, *sides = memory_of(stages, alone, in_place, straight or work.slope, work.rank)
                     slot *= work.held
                     group = slots * slot + sum(sides) + (last_of(stages).result_bytes if work.slope else 0)
-                    groups = min((gpu.shared - beside - weight_bytes) // group, fit // warps, 16 if warps > 1 else 32)
+                    groups = min(room // group, fit)
                     if groups < 1:
                         continue
-                    tiles = -(-total // units)
-                    most_tiles = -(-most_units // units)
-                    groups = max(1, min(groups, -(-most_tiles * blocks // gpu.sms)))
+                    if groups not in busy:
+                        busy[groups] = _busy_us(stages, move, work, made, warps, groups, gpu)
                     barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms + work.slope
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
@@ -203,36 +223,18 @@ def _tilings(work: Work, chunk: int, split: int, made: int, batch: int, gpu: Gpu
                     behind += units * of_y / made * size / gpu.memory_bytes
                     beside_x = not straight and (work.slope or (not in_place and len(stages) % 2 == 1))
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
-                    if odd:
-                        busy = odd_us(plain, warps, groups, gpu, made, work.rank, work.held)
-                        busy += move * waits_of(groups * warps)
-                    else:
-                        busy = products + move
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
-                    us, of_tile = predict(units * memory, busy, barriers, *many, waits=odd, parts=units * parts)
-                    begin = weight_bytes / 59e3 + made * weights_us(work, 32 * warps * groups, gpu)
+                    us, made_of = predict(units * memory, busy[groups], barriers, *many, waits=odd, parts=units * parts)
+                    begin = weight_bytes / WEIGHTS_RATE + made * weights_us(work, 32 * warps * groups, gpu)
                     us += begin
-                    of = TileUs(*of_tile, begin), units, groups, blocks
+                    of = TileUs(*made_of, begin), units, groups, blocks
                     weight = us if batch > FEW else us_of_few(*of, total, gpu)
-                    yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*of_tile, begin)
+                    yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*made_of, begin)
 
 
 def shared_us(blocks: int, gpu: Gpu) -> float:
     """Microseconds of a multiprocessor for a byte that so many blocks read: L2 has it for all but one."""
     return (1 / gpu.memory_bytes + (blocks - 1) / gpu.l2_bytes) / blocks
-
-
-def most_of(batch: int) -> float:
-    """The most samples that tilings for so many are compared by."""
-    return OF_FEW[-1] * batch if batch <= FEW else batch
-
-
-def us_of_few(made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:
-    """What tiles of so many units take, in the mean of numbers of samples that few stands for: with one number of them,
-    tiles may happen to be as many as there are groups."""
-    most = max(1, gpu.sms // blocks)
-    times = (made.of(math.ceil(each * total / units), groups, most, gpu) for each in OF_FEW)
-    return math.prod(times) ** (1 / len(OF_FEW))
 
 
 def _ways(stages: Stages, terms: int, in_place: bool, goes: bool) -> Iterator[tuple[bool, int, bool]]:
@@ -271,17 +273,26 @@ def weights_us(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> f
     return rounds * gpu.rates.wait_us + loaded * OF_LOADED / 32 / gpu.instructions
 
 
-def waits_of(warps: int) -> float:
-    """Times what instructions take on a multiprocessor with so many warps, where they depend on each other."""
-    return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
-
-
 def _products_us(stages: Stages, warps: int, made: int, rank: int, gpu: Gpu) -> float:
     """Microseconds of a tile's stages: the last one of `rank` terms puts down their sum, for each state that is
     made."""
     *before, last = stages
     us = rank * sum(stage.time(warps, gpu) for stage in before)
     return made * (us + (last.time(warps, gpu, rank) if isinstance(last, Stage) else last.time(warps, gpu)))
+
+
+def _busy_us(stages: Stages, move: float, work: Work, made: int, warps: int, groups: int, gpu: Gpu) -> float:
+    """Of a tile's products and of what moves it, with the waits of so many groups where there are some."""
+    if not are_odd(stages):
+        return _products_us(stages, warps, made, work.rank, gpu) + move
+    plain = [stage for stage in stages if isinstance(stage, Stage)]
+    return odd_us(plain, warps, groups, gpu, made, work.rank, work.held) + move * waits_of(groups * warps)
+
+
+def are_odd(stages: Stages) -> bool:
+    """Whether places are computed as the kernel runs, of one stage at least, which no sandwich does."""
+    plain = [stage for stage in stages if isinstance(stage, Stage)]
+    return len(plain) == len(stages) and any(stage.is_odd for stage in plain)
 
 
 def odd_us(
@@ -457,30 +468,3 @@ def stage_for(
         if best is None or time < best[0]:
             best = (time, 0, 0)
     return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
-
-
-def predict(
-    memory: float,
-    busy: float,
-    barriers: int,
-    warps: int,
-    groups: int,
-    ahead: float,
-    tiles: int,
-    split: int,
-    gpu: Gpu,
-    waits: bool = False,
-    parts: float = 0.0,
-) -> tuple[float, tuple[float, float, float]]:
-    """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
-    its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
-    while the group works on the tile before. The work may have the `waits` of all warps in it already: those of one
-    group by itself are longer. `parts` of sectors that a tile stores take memory's time, which nobody waits for."""
-    blocks = max(gpu.sms // split, 1)
-    slower = waits_of(warps) / waits_of(groups * warps) if waits else (1 + 2 / warps) * max(1.0, 4 / warps)
-    alone = memory + busy * slower + barriers * gpu.rates.sync_us
-    busy *= 1 + 2 / (groups * warps)
-    overlapped = groups * (max(memory / 0.95, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
-    overlapped = max(overlapped, groups * (memory + parts) / 0.95)
-    made = memory, alone, max(overlapped, alone - memory * ahead)
-    return TileUs(*made).of(tiles, groups, blocks, gpu), made

@@ -21,7 +21,7 @@ from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
-from factorlayer.kernels.tiling import waits_of
+from factorlayer.kernels.timing import waits_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 

@@ -35,7 +35,7 @@ from factorlayer.kernels.monarch_layer import OfMonarch
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import LOADED_INSTRUCTIONS
 from factorlayer.kernels.stages import INSTRUCTIONS, together
-from factorlayer.kernels.tiling import waits_of
+from factorlayer.kernels.timing import waits_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 

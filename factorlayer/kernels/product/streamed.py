@@ -6,6 +6,7 @@ ours: a pass writes what the next one contracts contiguously.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -440,6 +441,13 @@ def batches_of(product: Product, batch: int) -> tuple[int, ...]:
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too, in the largest one
     for fewer."""
+    unnumbered = replace(product, contraction=replace(product.contraction, weight=0), scalars=0)
+    return replace(_tile(unnumbered, batch, gpu), product=product)
+
+
+@functools.lru_cache(512)
+def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
+    """The same of a product of these sizes, whatever its weight's number is."""
     batches = (batch // FEWER_OF_MANY, batch) if batch > MOST_OF_SOME else batches_of(product, batch)
     tilings = (plan for batch in batches for plan in _tilings(product, batch, gpu))
     plan = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches))

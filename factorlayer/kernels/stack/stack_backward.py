@@ -30,7 +30,8 @@ from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import MOST_TENSORS, steadiest
 from factorlayer.kernels.resident import copied_at_once, stage_type
 from factorlayer.kernels.stages import NO_TILES, Layout, Stage, TileUs, row_step, together
-from factorlayer.kernels.tiling import WEIGHTS_AT_ONCE, odd_us, of_pieces, predict, stage_for, waits_of
+from factorlayer.kernels.tiling import WEIGHTS_AT_ONCE, odd_us, of_pieces, stage_for
+from factorlayer.kernels.timing import predict, waits_of
 from factorlayer.kernels.work import round_up, told_inputs
 from factorlayer.maths.chain import Chain
 

@@ -20,7 +20,8 @@ from factorlayer.kernels.passes import MOST_TENSORS, steadiest
 from factorlayer.kernels.resident import copied_at_once, region_of, type_of_stage
 from factorlayer.kernels.resident_stack import OF_END, ResidentStack, tensor, work_of
 from factorlayer.kernels.stages import Stage, together
-from factorlayer.kernels.tiling import MOST_TILES, pieces_of, stage_for, waits_of, warps_that_fit
+from factorlayer.kernels.tiling import MOST_TILES, pieces_of, stage_for, warps_that_fit
+from factorlayer.kernels.timing import waits_of
 from factorlayer.kernels.work import Work, round_up
 from factorlayer.maths.chain import Chain
 

@@ -1,0 +1,108 @@
+"""What a pass is predicted to take whose groups of warps take tile after tile, from what a tile's traffic and its work
+take by themselves; and how soon one can be told to be no faster than another.
+
+The prediction was fitted to thousands of measured tilings; docs/kernels/common.md says how far it is off.
+"""
+
+from __future__ import annotations
+
+import math
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import FEW, OF_FEW
+from factorlayer.kernels.stages import TileUs
+
+BUS = 0.95  # of memory's rate: what tiles beside one another reach
+LONGEST_WAIT = 0.075  # of a scheduler's cycles that a warp fills: dependent instructions are a dozen cycles apart
+HIDDEN = 0.6  # of the shorter one of a tile's traffic and its work, where the next tile comes while a group works
+
+
+def waits_of(warps: int) -> float:
+    """Times what instructions take on a multiprocessor with so many warps, where they depend on each other."""
+    return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
+
+
+def slower_alone(warps: int) -> float:
+    """Times what a group's work takes with nothing beside it."""
+    return (1 + 2 / warps) * max(1.0, 4 / warps)
+
+
+def slower_together(warps: int) -> float:
+    """The same with so many warps on the multiprocessor."""
+    return 1 + 2 / warps
+
+
+def predict(
+    memory: float,
+    busy: float,
+    barriers: int,
+    warps: int,
+    groups: int,
+    ahead: float,
+    tiles: int,
+    split: int,
+    gpu: Gpu,
+    waits: bool = False,
+    parts: float = 0.0,
+) -> tuple[float, tuple[float, float, float]]:
+    """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
+    its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
+    while the group works on the tile before. The work may have the `waits` of all warps in it already: those of one
+    group by itself are longer. `parts` of sectors that a tile stores take memory's time, which nobody waits for."""
+    blocks = max(gpu.sms // split, 1)
+    slower = waits_of(warps) / waits_of(groups * warps) if waits else slower_alone(warps)
+    alone = memory + busy * slower + barriers * gpu.rates.sync_us
+    busy *= slower_together(groups * warps)
+    overlapped = groups * (max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
+    overlapped = max(overlapped, groups * (memory + parts) / BUS)
+    made = memory, alone, max(overlapped, alone - memory * ahead)
+    return TileUs(*made).of(tiles, groups, blocks, gpu), made
+
+
+def most_of(batch: int) -> float:
+    """The most samples that tilings for so many are compared by."""
+    return OF_FEW[-1] * batch if batch <= FEW else batch
+
+
+def us_of_few(made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:
+    """What tiles of so many units take, in the mean of numbers of samples that few stands for: with one number of them,
+    tiles may happen to be as many as there are groups."""
+    most = max(1, gpu.sms // blocks)
+    times = (made.of(math.ceil(each * total / units), groups, most, gpu) for each in OF_FEW)
+    return math.prod(times) ** (1 / len(OF_FEW))
+
+
+class Fastest:
+    """The time of the fastest tiling so far, in microseconds, of those that take so many units: who looks for the
+    fastest alone need not see what cannot be faster."""
+
+    def __init__(self, batch: int, gpu: Gpu) -> None:
+        self.us, self.of_few, self.gpu = math.inf, batch <= FEW, gpu
+
+    def may_be(
+        self,
+        total: int,
+        units: int,
+        blocks: int,
+        memory: float,
+        busy: float,
+        warps: int,
+        groups: int,
+        waits: bool = False,
+        parts: float = 0.0,
+        begin: float = 0.0,
+    ) -> bool:
+        """Whether tiles of so many of `total` units may be faster, whose traffic and work, with the `waits` of so many
+        groups of warps, take at least this. With fewer groups nothing is faster. A pass has its first tile, and those
+        of the busiest multiprocessor."""
+        if self.us == math.inf:
+            return True
+        rates, most = self.gpu.rates, units * max(1, self.gpu.sms // blocks)
+        alone = memory + busy * (1.0 if waits else slower_alone(warps))
+        busy *= slower_together(groups * warps)
+        each = max((memory + parts) / BUS, max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN))
+        start = rates.behind_us + begin
+        if not self.of_few:
+            return start + max(alone, -(-total // most) * each) < self.us
+        times = (start + max(alone, math.ceil(few * total / most) * each) for few in OF_FEW)
+        return math.prod(times) < self.us ** len(OF_FEW)
