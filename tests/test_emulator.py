@@ -754,7 +754,8 @@ WIDE_SUMMED = [
     ((2, 132, 100, 1, False), "float32", 35, 8, (1, 2, 1, 64, 1)),
     ((4, 24, 44, 1, False), "float32", 351, 1, (1, 1, 1, 32, 2)),
     ((1, 68, 192, 1, True), "float32", 397, 8, (1, 1, 2, 64, 4)),
-    # Rows that are no whole pieces: of one state or both, odd, of whole words, of pairs of these; parts of rows
+    # Rows that are no whole pieces: of one state or both, odd, of whole words, of pairs of these; parts of rows; fewer
+    # rows than places to begin at; a group alone that begins within a piece, also of rows that are whole
     ((1, 63, 256, 1, True), "bfloat16", 300, 2, (2, 1, 2, 64, 1)),
     ((1, 196, 132, 1, True), "float16", 330, 4, (2, 1, 1, 128, 1)),
     ((1, 200, 70, 1, True), "bfloat16", 130, 4, (1, 2, 1, 64, 1)),
@@ -765,6 +766,12 @@ WIDE_SUMMED = [
     ((1, 132, 66, 1, True), "tf32", 70, 3, (1, 2, 1, 64, 1)),
     ((3, 70, 31, 1, False), "float32", 70, 6, (1, 1, 1, 64, 1)),
     ((1, 27, 13, 1, True), "float32", 170, 2, (1, 1, 1, 32, 1)),
+    ((1, 61, 125, 1, True), "bfloat16", 900, 20, (2, 1, 1, 64, 1)),
+    ((1, 67, 130, 1, True), "tf32", 3, 4, (1, 1, 2, 96, 1)),
+    ((2, 20, 12, 1, False), "float16", 70, 1, (1, 1, 1, 32, 1)),
+    ((4, 14, 130, 1, False), "bfloat16", 67, 1, (1, 1, 1, 32, 1)),
+    ((4, 9, 65, 1, False), "tf32", 41, 1, (1, 1, 1, 32, 1)),
+    ((2, 66, 70, 1, False), "float32", 41, 1, (1, 1, 2, 64, 1)),
 ]
 
 
@@ -2534,15 +2541,12 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
 @pytest.mark.parametrize(
     ("dtype", "old", "new", "said"),
     [
-        ("bfloat16", "wait_for_copies<Pass::AHEAD - 1>();", "", "has not landed"),
-        ("bfloat16", "sync_warpgroup(WM * WN);", "", "race"),
-        ("bfloat16", "slots.wait_until_empty(copied);", ";", "race"),
-        ("tf32", "sync_warpgroup(WM * WN);", "", "race"),
-        ("tf32", "slots.wait_until_empty(taken);", ";", "race"),
-        ("tf32", "&& piece < whole) copy", ") copy", "outside of the tensors"),
+        ("bfloat16", "min(there, kPiece)", "kPiece", "outside of the tensors"),
+        ("tf32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
+        ("float32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
     ],
 )
-def test_finds_what_is_missing_where_rows_are_taken_apart(
+def test_finds_what_is_read_behind_rows_that_are_no_whole_pieces(
     dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     check_that_it_finds(63, dtype, {old: new}, said, emulator)

@@ -578,14 +578,19 @@ def test_weights_that_stay_in_l2_go_by_for_each_tile_of_rows() -> None:
         assert isinstance(product, Wide) and product.span == span
 
 
-def test_gradients_of_warpgroups_take_rows_apart_that_are_no_whole_pieces() -> None:
-    for dtype, whole, broken in (("bfloat16", 1032, 1028), ("tf32", 1028, 1026), ("float32", 1028, 1023)):
+def test_blocks_of_gradients_of_warpgroups_have_rows_that_begin_at_one_place_in_a_piece() -> None:
+    for dtype, whole, broken, every in (
+        ("bfloat16", 1032, 1028, 2),
+        ("float16", 1032, 1029, 8),
+        ("tf32", 1028, 1026, 2),
+        ("float32", 1028, 1023, 4),
+    ):
         for p, q in ((whole, whole), (broken, 1024), (1024, broken), (broken, broken)):
-            summing, *_ = gradient_of(1, p, q, 1, tied=True, dtype=dtype).passes
+            summing, *behind = gradient_of(1, p, q, 1, tied=True, dtype=dtype).passes
             assert isinstance(summing, WideGradient)
-            loose = ((q, summing.bm // 64), (p, summing.bn // 64)) if broken in (p, q) else ()
-            assert summing.taken == tuple(state for state in loose if broken == state[0] or dtype != "bfloat16")
-            assert ("pieces of" in str(summing)) == (broken in (p, q)) == (summing.ahead > 0)
+            assert summing.every == summing.folds == (every if broken in (p, q) else 1)
+            assert summing.tiles % summing.every == 0 and (f"every {every}th" in str(summing)) == (broken in (p, q))
+            assert behind or summing.every == 1
         assert isinstance(gradient_of(1, 1024, 1024, 2, tied=True, dtype=dtype).passes[0], Gradient)
 
 

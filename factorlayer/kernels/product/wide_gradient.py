@@ -1,12 +1,13 @@
 """Gradients of weights on Hopper's warpgroup instructions: wide_gradient.cuh, its tiles and source.
 
 Where nothing lies behind the mode, so that the rows of both states are contiguous. All others are left to gradient.py,
-as doubles are. Rows that are no multiple of 16 bytes are taken out of the pieces of 16 that they lie in.
+as doubles are. Of rows that 16 bytes do not divide a block has those that begin at the same place in a piece of them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -23,17 +24,13 @@ SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
-MOST_AHEAD = 3  # chunks of pieces on their way, while one is taken apart
-# Of a producer: for a piece, and for 16 bytes that it takes out of them, or splits as well; and until pieces that are
-# asked for are there, fitted to 16 gradients on one H100
-COPY_CYCLES, TAKE_CYCLES, SPLIT_CYCLES, PIECES_US = 30, 45, 180, 2.0
+MOST_SUMS_BYTES = 128 << 20  # of all blocks, where rows begin at several places
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
-# get; at most for sums. Producers that take rows apart need as many as all get.
+# get; at most for sums.
 REGISTERS = {
     2: {1: (0, 0, 192), 2: (232, 40, 192), 3: (152, 40, 96)},
     4: {1: (0, 0, 192), 2: (0, 0, 128)},
 }
-MOST_SUMS_TAKEN = {1: 192, 2: 128, 3: 96}
 # Where consumers load their left operand: registers for sums, without a bias and with one; those of a thread of each of
 # two consumers and the producers together; what each needs beside sums, operands and slabs.
 MOST_SUMS_LOADING = {1: 192, 2: 144}, {1: 160, 2: 144}
@@ -74,12 +71,10 @@ class WideGradient(TileSums):
     @property
     def loads_left(self) -> bool:
         """Whether the left operand goes through consumers' registers, from rows of grad_y: no one turns them."""
-        return self.dtype == "tf32" and not self.taken
+        return self.dtype == "tf32"
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        if self.taken:
-            return 0, 0, min(REGISTERS[self.size][self.consumers][2], MOST_SUMS_TAKEN[self.consumers])
         if not self.loads_left:
             return REGISTERS[self.size][self.consumers]
         most = MOST_SUMS_LOADING[self.bias][self.consumers]
@@ -128,52 +123,41 @@ class WideGradient(TileSums):
         return 2048 if self.bias else 0
 
     @kept
-    def taken(self) -> tuple[tuple[int, int], ...]:
-        """Features and slabs of states whose rows are no whole pieces: they are taken apart, of 32 bits then both."""
-        states = (self.contraction.q, self.bm // 64), (self.contraction.p, -(-self.bn // 64))
-        loose = tuple(state for state in states if state[0] * self.size % 16)
-        return states if loose and self.size == 4 else loose
+    def every(self) -> int:
+        """Rows from one that begins at some place in a piece to the next one that does, of both states."""
+        c = self.contraction
+        groups = 1 if c.tied else c.outer
+        return max(self._piece // math.gcd(self._piece, features * groups) for features in (c.p, c.q))
 
-    @kept
-    def piece_bytes(self) -> int:
-        """Bytes of a chunk of pieces."""
-        pieces = (_slots(features, min(features, 64 * slabs), self.size) for features, slabs in self.taken)
-        return 16 * self.chunk * sum(pieces)
+    @property
+    def _piece(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.size
 
-    @kept
-    def ahead(self) -> int:
-        """Chunks of pieces on their way, while one is taken apart."""
-        if not self.taken:
-            return 0
-        return next((n for n in range(MOST_AHEAD, 1, -1) if self._stages(n) >= self._least_stages(n)), 1)
+    def _reach(self, features: int) -> int:
+        """Columns of a row, with those before it in its first piece, at most."""
+        return features + self._piece - math.gcd(self._piece, features)
 
-    def _stages(self, ahead: int) -> int:
-        pieces = (ahead + 1) * self.piece_bytes
-        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.ones_bytes - pieces) // (self.slot_bytes + 16))
-
-    def _least_stages(self, ahead: int) -> int:
-        """Where one state is copied to its place while the other's pieces are on their way, more than these."""
-        return (3, ahead + 2, 2)[len(self.taken)]
+    @property
+    def folds(self) -> int:
+        return self.every
 
     @kept
     def slots(self) -> int:
-        return self._stages(self.ahead)
+        return min(MOST_SLOTS, (self.gpu.shared - 1024 - self.ones_bytes) // (self.slot_bytes + 16))
 
     @property
     def fits(self) -> bool:
         c, held = self.contraction, self.sums <= self.registers[2] and (self.height != 3 or self.loads_left)
-        if self.taken:
-            held = held and (1 if c.tied else c.outer) * max(c.p, c.q) * self.size * self.chunk < 1 << 30
-        else:
-            loaded = -(-self.bn // 64) if self.loads_left else self.slabs
-            held = held and (self.size == 2 or loaded <= MOST_LOADED)
-        return held and self.slots >= self._least_stages(self.ahead) and self.tiles <= MOST_BLOCKS
+        loaded = -(-self.bn // 64) if self.loads_left else self.slabs
+        held = held and (self.size == 2 or loaded <= MOST_LOADED)
+        bounded = self.every == 1 or self.every * c.weight_size * SUM_BYTES[self.dtype] <= MOST_SUMS_BYTES
+        return held and bounded and self.slots >= 2 and self.tiles <= MOST_BLOCKS
 
     @property
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
-        pieces = (self.ahead + 1) * self.piece_bytes
-        return self.slots * (self.slot_bytes + 16) + pieces + self.ones_bytes + 1024
+        return self.slots * (self.slot_bytes + 16) + self.ones_bytes + 1024
 
     @property
     def threads(self) -> int:
@@ -182,7 +166,8 @@ class WideGradient(TileSums):
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        return -(-c.q // self.bm) * -(-c.p // self.bn) * (1 if c.tied else c.outer)
+        across = -(-self._reach(c.q) // self.bm) * -(-self._reach(c.p) // self.bn)
+        return across * (1 if c.tied else c.outer) * self.every
 
     @property
     def units_per_sample(self) -> int:
@@ -191,7 +176,7 @@ class WideGradient(TileSums):
 
     @property
     def units_per_block(self) -> int:
-        return self.least * self.chunk
+        return self.least * self.chunk * self.every
 
     def us_of(self, batch: int) -> float:
         return _time(replace(self, batch=batch))
@@ -200,7 +185,8 @@ class WideGradient(TileSums):
     def details(self) -> str:
         c, bias = self.contraction, " and its bias" if self.bias else ""
         groups = "" if c.tied else f" of {c.outer} groups"
-        slots = f"{self.slots} slots of {self.chunk}" + (f" and pieces of {self.ahead} more" if self.ahead else "")
+        every = f" of every {self.every}th" if self.every > 1 else ""
+        slots = f"{self.slots} slots of {self.chunk} rows{every}"
         return f"{c.q}×{c.p}{bias}, tiles of {self.bm}×{self.bn} sums{groups}, {slots}, {self.for_a_tile}"
 
     @property
@@ -214,7 +200,7 @@ class WideGradient(TileSums):
         told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "WEIGHT": self.grad, "P": c.p, "Q": c.q}
         told |= {"GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample, "MORE": more, "FEWER": fewer}
         told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "SLOTS": self.slots}
-        told |= {"AHEAD": self.ahead, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
+        told |= {"EVERY": self.every, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
         told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         return constants(told)
 
@@ -251,28 +237,16 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
                 yield plan
 
 
-def _slots(features: int, columns: int, size: int) -> int:
-    """Slots of 16 bytes for the pieces of a row's columns, as pieces.cuh counts them."""
-    furthest = next((furthest for unit, furthest in ((16, 0), (8, 8), (4, 12)) if features * size % unit == 0), 16)
-    return -(-(furthest + columns * size) // 16) | 1
-
-
 def _time(plan: WideGradient) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
     rows = plan.batch * plan.units_per_sample
-    chunks = -(-rows // plan.chunk)
+    chunks = -(-rows // (plan.chunk * plan.every))
     parts = min(-(-chunks // plan.least), plan.most)
     load = 0.12 + plan.slot_bytes / 100e3
     products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
-    if plan.taken:
-        slabs = sum(slabs for _, slabs in plan.taken)
-        copied = COPY_CYCLES * plan.piece_bytes / 16 / PRODUCERS / gpu.rates.cycles
-        taken = (SPLIT_CYCLES if plan.is_split else TAKE_CYCLES) * 512 * slabs / PRODUCERS / gpu.rates.cycles
-        load = max(load, 0.25 + copied + max(taken, PIECES_US / plan.ahead))
-        read += plan.piece_bytes + 2 * SLAB_BYTES * slabs
-    elif plan.loads_left:
+    if plan.loads_left:
         right = -(-plan.bn // 64)
         load = max(0.25 + 0.23 * right, gpu.rates.wait_us / -(-chunks // parts))  # turned in registers
         read += SLAB_BYTES * right
@@ -286,5 +260,5 @@ def _time(plan: WideGradient) -> float:
     store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / 40e3
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
-    sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
+    sums = 0 if plan.is_whole else parts * plan.every * plan.weights * SUM_BYTES[plan.dtype]
     return 2.2 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)

@@ -10,19 +10,21 @@
 // In 16 bits, both operands lie in shared memory as they do in memory, 64 rows below each other: the matrix unit turns
 // them. Of 32 bits it takes none that are turned. Chunks have 32 rows, which producers load into registers, HELD chunks
 // ahead, and store the other way, rounded to tf32 or split. In tf32 they do so with X alone: G is copied as it is, and
-// consumers take operand A, which may come from registers, out of it. Rows that 16 bytes do not divide are copied as the
-// pieces they lie in (pieces.cuh), AHEAD chunks before producers take them apart; of 32 bits then those of both states.
+// consumers take operand A, which may come from registers, out of it.
+//
+// Rows that 16 bytes do not divide: those EVERY rows behind one another begin at the same place in a piece of 16 bytes. A
+// block has such rows alone, by whole pieces; its tile begins where its first piece does, and what its columns have of
+// other rows or groups makes sums that nobody stores. So there are EVERY sums for each weight and block along x.
 //
 // With BIAS (one group, nothing split) the sums of G's columns are made as well, as products with ones, and lie behind those
 // of the weight. kernels/product/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
-//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), SLOTS, AHEAD (0: rows are whole pieces), HELD, BIAS, MORE and FEWER (registers of consumers and
-//        producers; 0: as they are), SPLIT (float as three products of tf32)
+//        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), SLOTS, EVERY, HELD, BIAS, MORE and FEWER
+//        (registers of consumers and producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
-#include "move/pieces.cuh"
 #include "multiply/wgmma.cuh"
 #include "move/ring.cuh"
 
@@ -31,33 +33,26 @@ template <class Pass> struct WideGradient {
   using Result = typename Pass::Result;
   static constexpr bool kTurns = sizeof(Element) == 2;  // the matrix unit, not the producers
   static_assert(kTurns || sizeof(Element) == 4);
-  static constexpr int P = Pass::P, Q = Pass::Q, WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N;
+  static constexpr int P = Pass::P, Q = Pass::Q, WM = Pass::WM, WN = Pass::WN, HEIGHT = Pass::HEIGHT, N = Pass::N, EVERY = Pass::EVERY;
   static constexpr int kConsumers = 128 * WM * WN, kChunk = 128 / sizeof(Element), kSlab = 64 * 128;
   static constexpr int kPiece = 16 / sizeof(Element);
   static constexpr int kLeft = WM * HEIGHT, kRight = ceil_div(WN * N, 64);  // slabs
-  static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN);
+  static constexpr bool kShifted = P % kPiece || Q % kPiece;
+  // How far behind a tile's first piece a row may begin
+  static constexpr int most_shift(int features) { return (features & -features) < kPiece ? kPiece - (features & -features) : 0; }
+  static constexpr int BM = kLeft * 64, BN = WN * N, kTilesQ = ceil_div(Q + most_shift(Q), BM), kTilesP = ceil_div(P + most_shift(P), BN);
   static constexpr int kLow = (kLeft + kRight) * kSlab;  // what high parts leave out of float, behind them
   static constexpr int kSlotBytes = Pass::SPLIT ? 2 * kLow : kLow;
-  static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS;
-  using PiecesG = Pieces<Element, Q, kRowG, kLeft, kChunk>;
-  using PiecesX = Pieces<Element, P, kRowX, kRight, kChunk>;
-  // Whole pieces that the matrix unit turns need no taking apart: they are copied to where they belong.
-  static constexpr bool kTakes = Pass::AHEAD > 0;
-  static constexpr bool kTakesG = kTakes && !(kTurns && PiecesG::kWhole), kTakesX = kTakes && !(kTurns && PiecesX::kWhole);
-  static constexpr bool kCopies = kTakesG != kTakesX;
-  static constexpr bool kLoadsLeft = !kTurns && !Pass::SPLIT && !kTakes;  // consumers, from rows of G
-  static constexpr int kBytesG = kTakesG ? PiecesG::kBytes : 0, kBytesX = kTakesX ? PiecesX::kBytes : 0;
-  // Behind the slots ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, pieces, and
-  // barriers
+  static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kStepG = EVERY * kRowG, kStepX = EVERY * kRowX;
+  static constexpr bool kLoadsLeft = !kTurns && !Pass::SPLIT;  // consumers, from rows of G
+  // Behind the slots ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, and barriers
   static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
-  static constexpr int kPieces = kOnes + kOnesBytes, kPiecesBytes = kBytesG + kBytesX;
-  static constexpr int kFull = kPieces + (kTakes ? Pass::AHEAD + 1 : 0) * kPiecesBytes;
+  static constexpr int kFull = kOnes + kOnesBytes;
   static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
   static constexpr bool kSideBySide = P % 4 == 0 && kPart % 4 == 0;  // sums are stored by four
   static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && !Pass::SPLIT));
-  static_assert(kTakes || (P % kPiece == 0 && Q % kPiece == 0), "rows of whole pieces");
-  static_assert(!kCopies || Pass::SLOTS > Pass::AHEAD + 1, "copies to a slot that is not waited for");
+  static_assert(kStepX % kPiece == 0 && kStepG % kPiece == 0, "rows of a block begin at one place of a piece");
   static_assert(N % (kTurns ? 16 : 32) == 0, "sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
   static_assert(WN == 1 || !kTurns || N % 64 == 0, "slabs belong to one warpgroup");
@@ -66,38 +61,54 @@ template <class Pass> struct WideGradient {
   const u32 memory;
   const Ring<Pass::SLOTS, kSlotBytes> slots;
   const int warpgroup;
-  const i64 rows;
+  const i64 rows;  // of the block's
   const int chunks;
 
   DEVICE WideGradient(const Params& given)
       : params(given), memory(shared_address(shared_memory) + 1023 & ~1023u), slots(memory, memory + kFull),
         warpgroup(uniform(threadIdx.x / 128)),
-        rows(given.batch * Pass::ROWS), chunks(int((rows + kChunk - 1) / kChunk)) {}
+        rows((given.batch * Pass::ROWS - tile().first + EVERY - 1) / EVERY), chunks(int((rows + kChunk - 1) / kChunk)) {}
 
   // From the last rows on: L2 still has of G what the kernel before has made or read last, and leaves the first ones there
   // for the next.
   DEVICE i64 first_row(int chunk) const { return i64(chunks - 1 - chunk) * kChunk; }
 
-  struct Tile { int q, p, group; };
+  struct Tile { int q, p, group, first; };  // columns, from the first piece on, and the first row
+  static DEVICE int shift(i64 element) { return kShifted ? int(element % kPiece) : 0; }
   static DEVICE Tile tile() {
-    const int n = blockIdx.y;
-    return {n % kTilesQ * BM, n / kTilesQ % kTilesP * BN, n / (kTilesQ * kTilesP)};
+    const int n = blockIdx.y, group = n / (kTilesQ * kTilesP) % Pass::GROUPS, first = n / (kTilesQ * kTilesP * Pass::GROUPS);
+    return {n % kTilesQ * BM - shift(first * kRowG + i64(group) * Q),
+            n / kTilesQ % kTilesP * BN - shift(first * kRowX + i64(group) * P), group, first};
+  }
+  // Where the block's first row has the tile's first column
+  DEVICE const Element* begin_g(const Tile& at) const {
+    return static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (at.first * kRowG + i64(at.group) * Q + at.q);
+  }
+  DEVICE const Element* begin_x(const Tile& at) const {
+    return static_cast<const Element*>(params.x) + (at.first * kRowX + i64(at.group) * P + at.p);
   }
 
   // Eight threads take the pieces of a row, and each of them every 16th row. `from` is a thread's first piece, `rows_left` and
-  // `left` count from there; what is not there is zero.
-  template <int SLABS, i64 ROW> DEVICE void copy(u32 to, const Element* from, int rows_left, int left) const {
-    UNROLL for (int slab = 0; slab < SLABS; ++slab)
-      UNROLL for (int i = 0; i < kChunk / 16; ++i)
-        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 16 * ROW, i * 16 < rows_left && slab * 64 < left);
+  // `left` count from there; what is not there is zero, and nothing behind a row is read.
+  template <int SLABS, int EACH, i64 STEP> DEVICE void copy(u32 to, const Element* from, int rows_left, int left) const {
+    UNROLL for (int slab = 0; slab < SLABS; ++slab) {
+      const int there = left - slab * 64, bytes = there > 0 ? min(there, kPiece) * int(sizeof(Element)) : 0;
+      UNROLL for (int i = 0; i < kChunk / EACH; ++i) {
+        const u32 place = to + slab * kSlab + i * 2048;
+        const Element* piece = from + slab * 64 + i * EACH * STEP;
+        if constexpr (!kShifted)
+          copy_async<16>(place, piece, i * EACH < rows_left && there > 0);
+        else
+          copy_bytes(place, piece, i * EACH < rows_left ? bytes : 0);
+      }
+    }
   }
   DEVICE void copy_chunks(int thread) const {
     const int row = thread / 8, piece = thread % 8;
     const u32 place = memory + swizzled(row, piece);
-    const auto [q, p, group] = tile();
-    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (row * kRowG + i64(group) * Q + q + piece * 8);
-    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + piece * 8);
-    int left_q = Q - q - piece * 8, left_p = P - p - piece * 8;
+    const Tile at = tile();
+    const Element *g = begin_g(at) + (row * kStepG + piece * 8), *x = begin_x(at) + (row * kStepX + piece * 8);
+    int left_q = Q - at.q - piece * 8, left_p = P - at.p - piece * 8;
     RingCursor<Pass::SLOTS> cursor{0, 1};
     ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       const i64 first = first_row(chunk);
@@ -105,8 +116,8 @@ template <class Pass> struct WideGradient {
       const u32 to = place + cursor.slot * kSlotBytes;
       stay_here(left_q, left_p);
       slots.wait_until_empty(cursor);
-      copy<kLeft, kRowG>(to, g + first * kRowG, rows_left, left_q);
-      copy<kRight, kRowX>(to + kLeft * kSlab, x + first * kRowX, rows_left, left_p);
+      copy<kLeft, 16, kStepG>(to, g + first * kStepG, rows_left, left_q);
+      copy<kRight, 16, kStepX>(to + kLeft * kSlab, x + first * kStepX, rows_left, left_p);
       arrive_with_copies(slots.full(cursor.slot));
       cursor.next();
     }
@@ -115,8 +126,16 @@ template <class Pass> struct WideGradient {
   // Of 32 bits a thread has four rows' pieces of each slab, and stores the four columns in them as rows of shared memory.
   // Column 4 i + j of 32 is row i + 8 j: eight threads side by side load 128 bytes, and meet in no bank.
   using Square = u32[4][4];
-  template <i64 ROW> DEVICE void load(Square& x, const Element* from, int rows_left) const {
-    UNROLL for (int i = 0; i < 4; ++i) load_global(from + i * ROW, x[i], i < rows_left);
+  // Of the last row, if `ends`, nothing behind it is read, not even of a piece that begins in it.
+  template <i64 STEP> DEVICE void load(Square& x, const Element* from, int rows_left, int left, bool ends) const {
+    const int there = left > 0 ? rows_left : 0, whole = kShifted && ends && left < kPiece ? there - 1 : there;
+    UNROLL for (int i = 0; i < 4; ++i) load_global(from + i * STEP, x[i], i < whole);
+    if constexpr (kShifted) {
+      if (whole < there && whole < 4)
+        UNROLL for (int i = 0; i < 4; ++i)
+          UNROLL for (int j = 0; j < kPiece - 1; ++j)
+            if (i == whole && j < left) x[i][j] = reinterpret_cast<const u32*>(from + i * STEP)[j];
+    }
   }
   DEVICE void put(const Square& x, u32 to) const {
     UNROLL for (int j = 0; j < 4; ++j) put_rows({x[0][j], x[1][j], x[2][j], x[3][j]}, to + j * 1024);
@@ -135,30 +154,25 @@ template <class Pass> struct WideGradient {
   // Rows of G for consumers: sixteen threads have the pieces of a row of a slab. Those of four rows change places, so that
   // threads who read four rows at once meet in no bank.
   static DEVICE u32 left_place(int row, int piece) { return row * 256 + ((piece ^ (row & 3) << 1) << 4); }
-  DEVICE void copy_left(u32 to, const Element* from, int rows_left, int left) const {
-    UNROLL for (int slab = 0; slab < kLeft; ++slab)
-      UNROLL for (int i = 0; i < kChunk / 8; ++i)
-        copy_async<16>(to + slab * kSlab + i * 2048, from + slab * 64 + i * 8 * kRowG, i * 8 < rows_left && slab * 64 < left);
-  }
   // While a chunk is stored, square by square, the one HELD further is loaded to where it was.
   static constexpr int kHeldLeft = kLoadsLeft ? 0 : kLeft;  // slabs
   DEVICE void turn_chunks(int thread) const {
     const int row = thread / 8 % 8 * 4, half = thread / 64 * 32, column = half + thread % 8 * 4;
     const u32 place = memory + swizzled(half + thread % 8, row / 4);
-    const auto [q, p, group] = tile();
-    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (i64(group) * Q + q);
-    const Element* x = static_cast<const Element*>(params.x) + (row * kRowX + i64(group) * P + p + column);
+    const Tile at = tile();
     const int row_g = kLoadsLeft ? thread / 16 : row, column_g = kLoadsLeft ? thread % 16 * kPiece : column;
-    g += row_g * kRowG + column_g;
-    int left_q = Q - q - column_g, left_p = P - p - column;
+    const Element *g = begin_g(at) + (row_g * kStepG + column_g), *x = begin_x(at) + (row * kStepX + column);
+    int left_q = Q - at.q - column_g, left_p = P - at.p - column;
+    const bool ends = (params.batch * Pass::ROWS - 1) % EVERY == at.first;  // the tensors end with the block's last row
     Square held[Pass::HELD][kHeldLeft + kRight];
     const auto load_slab = [&](Square& to, int slab, int chunk) {
       const i64 first = first_row(chunk);
-      const int rows_left = chunk < chunks ? int(min(rows - first, i64(kChunk))) - row : 0, right = slab - kHeldLeft;
+      const int there = chunk < chunks ? int(min(rows - first, i64(kChunk))) : 0, right = slab - kHeldLeft;
+      const bool is_last = ends && first + there == rows;
       if (right < 0)
-        load<kRowG>(to, g + (first * kRowG + slab * 64), slab * 64 < left_q ? rows_left : 0);
+        load<kStepG>(to, g + (first * kStepG + slab * 64), there - row, left_q - slab * 64, is_last);
       else
-        load<kRowX>(to, x + (first * kRowX + right * 64), right * 64 < left_p ? rows_left : 0);
+        load<kStepX>(to, x + (first * kStepX + right * 64), there - row, left_p - right * 64, is_last);
     };
     UNROLL for (int i = 0; i < Pass::HELD; ++i)
       UNROLL for (int slab = 0; slab < kHeldLeft + kRight; ++slab)
@@ -170,8 +184,8 @@ template <class Pass> struct WideGradient {
       slots.wait_until_empty(cursor);
       if constexpr (kLoadsLeft) {
         const i64 first = first_row(chunk);
-        copy_left(memory + left_place(row_g, thread % 16) + to, g + first * kRowG,
-                  int(min(rows - first, i64(kChunk))) - row_g, left_q);
+        copy<kLeft, 8, kStepG>(memory + left_place(row_g, thread % 16) + to, g + first * kStepG,
+                               int(min(rows - first, i64(kChunk))) - row_g, left_q);
         arrive_with_copies(slots.full(cursor.slot));
       }
       UNROLL for (int slab = 0; slab < kHeldLeft + kRight; ++slab) {
@@ -185,86 +199,6 @@ template <class Pass> struct WideGradient {
       give(held[0], chunk);
       if constexpr (Pass::HELD == 2)
         if (chunk + gridDim.x < chunks) give(held[1], chunk + gridDim.x);
-    }
-  }
-
-  template <class Rows, bool TAKES>
-  DEVICE void copy_rows(const void* state, i64 first, i64 column, int left, u32 slabs, u32 pieces, int thread) const {
-    const int there = int(min(rows - first, i64(kChunk))), row = thread / 8, piece = thread % 8;
-    if constexpr (TAKES)
-      Rows::template copy<128>(pieces, Rows::first_row(state, first, column, rows), there, left, thread);
-    else
-      copy<Rows::kSlabs, Rows::kStep>(
-          slabs + swizzled(row, piece),
-          static_cast<const Element*>(state) + ((first + row) * Rows::kStep + column + piece * 8), there - row,
-          left - piece * 8);
-  }
-  // Eight threads side by side have a piece each of eight rows or, of 32 bits, a column of all 32: then row i + 8 j is the
-  // j-th of piece i. IN_ORDER: columns are, too, and not as above.
-  template <class Rows, bool IN_ORDER>
-  DEVICE void take_rows(const void* state, i64 first, i64 column, int begin, u32 slabs, u32 pieces, int thread) const {
-    const FirstRow row = Rows::first_row(state, first, column, rows);
-    const int there = int(min(rows - first, i64(kChunk)));
-    if constexpr (kTurns) {
-      const int own = thread % 8 + thread / 64 * 8, piece = thread / 8 % 8;
-      UNROLL for (int slab = 0; slab < Rows::kSlabs; ++slab) {
-        u32 words[4][4] = {};
-        UNROLL for (int i = 0; i < 4; ++i) {
-          const int r = own + i * 16;
-          Rows::take(Rows::row_at(pieces, row, r), begin, slab * 64 + piece * 8, r < there, words[i]);
-        }
-        UNROLL for (int i = 0; i < 4; ++i)
-          store_u32x4(slabs + slab * kSlab + i * 2048 + swizzled(own, piece), words[i]);
-      }
-    } else {
-      const int own = thread % 8;
-      u32 from[4];
-      UNROLL for (int j = 0; j < 4; ++j) from[j] = Rows::row_at(pieces, row, own + j * 8);
-      UNROLL for (int slab = 0; slab < Rows::kSlabs; ++slab) {
-        u32 words[4][4] = {};
-        UNROLL for (int i = 0; i < 16; ++i) {
-          const int c = slab * 64 + i / 4 * 16 + thread / 8, j = i % 4;
-          if (own + j * 8 < there && begin + c < Rows::kFeatures) words[i / 4][j] = load_u32(from[j] + c * 4);
-        }
-        UNROLL for (int i = 0; i < 4; ++i) {
-          const int c = i * 16 + thread / 8, place = IN_ORDER ? c : c / 32 * 32 + c % 32 / 4 + c % 4 * 8;
-          put_rows(words[i], slabs + slab * kSlab + swizzled(place, own));
-        }
-      }
-    }
-  }
-  DEVICE void take_chunks(int thread) const {
-    const Tile at = tile();
-    const i64 column_g = i64(at.group) * Q + at.q, column_x = i64(at.group) * P + at.p;
-    const void *g = params.weights[Pass::WEIGHT], *x = params.x;
-    RingCursor<Pass::SLOTS> copied{0, 1}, taken{0, 1};
-    int to = 0, from = 0;  // among pieces of chunks
-    const auto copy_next = [&](int chunk) {
-      if (chunk < chunks) {
-        if constexpr (kCopies) slots.wait_until_empty(copied);
-        const u32 slabs = slots.at(copied.slot), pieces = memory + kPieces + to * kPiecesBytes;
-        const i64 first = first_row(chunk);
-        copy_rows<PiecesG, kTakesG>(g, first, column_g, Q - at.q, slabs, pieces, thread);
-        copy_rows<PiecesX, kTakesX>(x, first, column_x, P - at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
-      }
-      commit_copies();
-      copied.next();
-      to = to == Pass::AHEAD ? 0 : to + 1;
-    };
-    ROLL for (int i = 0; i < Pass::AHEAD; ++i) copy_next(blockIdx.x + i * gridDim.x);
-    ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-      wait_for_copies<Pass::AHEAD - 1>();
-      sync_warpgroup(WM * WN);  // this chunk's copies are there, and what the next ones overwrite has been taken
-      copy_next(chunk + Pass::AHEAD * gridDim.x);
-      if constexpr (!kCopies) slots.wait_until_empty(taken);
-      const u32 slabs = slots.at(taken.slot), pieces = memory + kPieces + from * kPiecesBytes;
-      const i64 first = first_row(chunk);
-      if constexpr (kTakesG) take_rows<PiecesG, false>(g, first, column_g, at.q, slabs, pieces, thread);
-      if constexpr (kTakesX)
-        take_rows<PiecesX, !kSideBySide>(x, first, column_x, at.p, slabs + kLeft * kSlab, pieces + kBytesG, thread);
-      arrive(slots.full(taken.slot));
-      taken.next();
-      from = from == Pass::AHEAD ? 0 : from + 1;
     }
   }
 
@@ -375,16 +309,17 @@ template <class Pass> struct WideGradient {
     if constexpr (kLoadsLeft) __syncwarp();
     slots.release(slot);
   }
+  template <int COUNT> static DEVICE void set_to_zero(float (&sums)[HEIGHT][COUNT]) {
+    UNROLL for (auto& some : sums)
+      UNROLL for (float& sum : some) sum = 0;
+  }
   template <bool BIAS> DEVICE void consume() const {
     Sums sums;
     ColumnSums columns;
     Left left[2];  // in turns: the products before still read theirs
     int last = -1;
     RingCursor<Pass::SLOTS> cursor{0, 0};
-    if constexpr (Pass::SPLIT) {
-      UNROLL for (auto& some : sums)
-        UNROLL for (float& sum : some) sum = 0;
-    }
+    if constexpr (Pass::SPLIT) set_to_zero(sums);
     ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       slots.wait_until_full(cursor);
       fence_copy_engine();
@@ -410,16 +345,23 @@ template <class Pass> struct WideGradient {
     }
     wait_for_products<0>();
     UNROLL for (auto& some : sums) touch(some);
+    const bool none = EVERY > 1 && !Pass::SPLIT && last < 0;  // the block has no rows
+    if (none) set_to_zero(sums);
     if constexpr (BIAS) {
       UNROLL for (auto& some : columns) touch(some);
+      if (none) set_to_zero(columns);
       store(columns);
     }
-    store(sums);
+    if constexpr (kStaged)
+      store_staged(sums);
+    else
+      store(sums);
   }
 
-  // The first q of a thread, in the tile, and how far below it that of another of its rows is.
-  DEVICE int own_q() const {
-    const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, first = warpgroup % WM * HEIGHT * 64;
+  // The first q of a thread, in the tile, by which of its warp's rows it has, and how far below it that of another is.
+  DEVICE int own_q() const { return own_q(threadIdx.x % 32 / 4); }
+  DEVICE int own_q(int g) const {
+    const int warp = threadIdx.x % 128 / 32, first = warpgroup % WM * HEIGHT * 64;
     if constexpr (kLoadsLeft) return first + (kFours ? warp * 32 + g * 4 : warp * 16 + g * 2);
     return first + (kTurns ? warp * 16 + g : warp / 2 * 32 + g * 4 + warp % 2 * 2);
   }
@@ -428,13 +370,60 @@ template <class Pass> struct WideGradient {
   }
   // Where a q of G, in whatever order, comes among those of the weight.
   static DEVICE int in_order(int q) { return q % Pass::MIXED_ROWS * Pass::MIXED_COLUMNS + q / Pass::MIXED_ROWS; }
+  // Where a block's sums are
+  DEVICE Result* part(const Tile& at) const {
+    return static_cast<Result*>(params.y) + (i64(blockIdx.x) * EVERY + at.first) * kPart;
+  }
   DEVICE void store(const ColumnSums& columns) const {
     if (threadIdx.x % 4) return;
-    const int q = tile().q + own_q();
-    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + kWeights + q);
+    const Tile at = tile();
+    const int q = at.q + own_q();
+    Result* to = part(at) + kWeights + q;
     UNROLL for (int h = 0; h < HEIGHT; ++h)
       UNROLL for (int half = 0; half < 2; ++half) {
-        if (q + down(h, half) < Q) store_global(to + down(h, half), narrow<Result>(columns[h][half * 2]));
+        if (unsigned(q + down(h, half)) < Q) store_global(to + down(h, half), narrow<Result>(columns[h][half * 2]));
+      }
+  }
+
+  // Rows that begin within 16 bytes go through shared memory, where nobody reads slots any more, for a warp to store runs
+  // of them: they fill sectors of L2, but at their ends.
+  static constexpr bool kStaged = kShifted || !kSideBySide;
+  static constexpr int kStagedRow = N + 8, kStagedBytes = 16 * kStagedRow * 4;  // of a warp
+  static_assert(!kStaged || kConsumers / 32 * kStagedBytes <= Pass::SLOTS * kSlotBytes, "room for sums");
+  DEVICE void store_staged(const Sums& sums) const {
+    const Tile at = tile();
+    const int lane = threadIdx.x % 32, p = at.p + warpgroup / WM * N;
+    const u32 staged = memory + threadIdx.x / 32 * kStagedBytes;
+    Result* to = part(at) + (i64(at.group) * Q * P + p);
+    sync_threads<kConsumers>(1);
+    UNROLL for (int h = 0; h < HEIGHT; ++h) {
+      UNROLL for (int half = 0; half < 2; ++half) stage(sums[h], half, staged + (lane / 4 * 2 + half) * (kStagedRow * 4));
+      __syncwarp();
+      ROLL for (int row = 0; row < 16; ++row) {
+        const int q = at.q + own_q(row / 2) + down(h, row % 2);
+        if (unsigned(q) >= Q) continue;
+        Result* line = to + i64(in_order(q)) * P;
+        const int first = lane - int(reinterpret_cast<u64>(line) % 32 / sizeof(Result));  // of the sector in which it begins
+        UNROLL for (int i = 0; i < ceil_div(N + 31, 32); ++i) {
+          const int c = first + i * 32;
+          if (unsigned(c) < N && unsigned(p + c) < P)
+            store_global(line + c, narrow<Result>(__uint_as_float(load_u32(staged + (row * kStagedRow + c) * 4))));
+        }
+      }
+      __syncwarp();
+    }
+  }
+  static DEVICE void stage(const float (&sums)[N / 2], int half, u32 row) {
+    const int t = threadIdx.x % 4;
+    UNROLL for (int n = 0; n < N / 8; n += kTurns ? 1 : 4)
+      UNROLL for (int i = 0; i < 2; ++i) {
+        if constexpr (kTurns) {
+          store_shared(row + (n * 8 + t * 2 + i) * 4, sums[n * 4 + half * 2 + i]);
+        } else {
+          u32 words[4];
+          UNROLL for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
+          store_u32x4(row + (n * 8 + t * 8 + i * 4) * 4, words);
+        }
       }
   }
 
@@ -442,7 +431,7 @@ template <class Pass> struct WideGradient {
   DEVICE void store(const Sums& sums) const {
     const Tile at = tile();
     const int t = threadIdx.x % 4, q = at.q + own_q(), p = at.p + warpgroup / WM * N;
-    Result* to = static_cast<Result*>(params.y) + (blockIdx.x * kPart + i64(at.group) * Q * P);
+    Result* to = part(at) + i64(at.group) * Q * P;
     UNROLL for (int h = 0; h < HEIGHT; ++h)
       UNROLL for (int half = 0; half < 2; ++half) {
         const int end = q + down(h, half) < Q ? P : 0;  // all of a warp exchange, whose rows may end between
@@ -450,13 +439,7 @@ template <class Pass> struct WideGradient {
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
-    if constexpr (!kSideBySide) {
-      UNROLL for (int n = 0; n < N / 8; ++n)
-        UNROLL for (int i = 0; i < 2; ++i) {
-          const int c = p + n * 8 + t * 2 + i;
-          if (c < end) store_global(to + c, narrow<Result>(sums[n * 4 + half * 2 + i]));
-        }
-    } else if constexpr (!kTurns) {
+    if constexpr (!kTurns) {
       UNROLL for (int n = 0; n < N / 8; n += 4)
         UNROLL for (int i = 0; i < 2; ++i) {
           u32 words[4];
@@ -492,15 +475,13 @@ template <class Pass> struct WideGradient {
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>();
-      if (Pass::BIAS && warpgroup < WM && tile().p == 0)
+      if (Pass::BIAS && warpgroup < WM && tile().p <= 0)
         consume<Pass::BIAS>();
       else
         consume<false>();
     } else {
       give_registers<Pass::FEWER>();
-      if constexpr (kTakes)
-        take_chunks(threadIdx.x - kConsumers);
-      else if constexpr (kTurns)
+      if constexpr (kTurns)
         copy_chunks(threadIdx.x - kConsumers);
       else
         turn_chunks(threadIdx.x - kConsumers);
