@@ -24,6 +24,12 @@ SLAB_BYTES = 64 * 128  # of 64 columns
 PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
+# Bytes that a multiprocessor gets from L2 in a microsecond, and stores of sums; times what loads take of rows that
+# begin within 16 bytes, whose sectors come for others as well; what 16 rows of a warp's sums take by way of shared memory, and
+# a chunk of tf32 and each slab of it that goes through registers: fitted to 57 gradients on one H100
+LOAD_RATE, STORE_RATE, MISPLACED, STAGED_US = 55e3, 31e3, 1.2, 1.0
+TURNED_US, TURNED_SLAB_US = 0.38, 0.16
+START_US, TILE_US = 2.2, 1.0  # of a pass, and of each tile of a block
 MOST_SUMS_BYTES = 128 << 20  # of all blocks, where rows begin at several places
 # By bytes of an element and consumers: registers of their threads and of a producer's, where these are not what all
 # get; at most for sums.
@@ -138,6 +144,11 @@ class WideGradient(TileSums):
         """Columns of a row, with those before it in its first piece, at most."""
         return features + self._piece - math.gcd(self._piece, features)
 
+    @kept
+    def is_shifted(self) -> bool:
+        """Whether rows, or those of a group, begin within 16 bytes."""
+        return any(features % self._piece for features in (self.contraction.p, self.contraction.q))
+
     @property
     def folds(self) -> int:
         return self.every
@@ -243,22 +254,25 @@ def _time(plan: WideGradient) -> float:
     rows = plan.batch * plan.units_per_sample
     chunks = -(-rows // (plan.chunk * plan.every))
     parts = min(-(-chunks // plan.least), plan.most)
-    load = 0.12 + plan.slot_bytes / 100e3
+    misplaced = MISPLACED if plan.is_shifted else 1.0
+    load = misplaced * plan.slot_bytes / LOAD_RATE
     products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.loads_left:
         right = -(-plan.bn // 64)
-        load = max(0.25 + 0.23 * right, gpu.rates.wait_us / -(-chunks // parts))  # turned in registers
+        turned = misplaced * (TURNED_US + TURNED_SLAB_US * right)
+        load = max(load, turned, gpu.rates.wait_us / -(-chunks // parts))
         read += SLAB_BYTES * right
     elif plan.size == 4:  # through registers, with one chunk on its way
-        load = gpu.rates.wait_us
+        load = max(misplaced * plan.slot_bytes / LOAD_RATE / (1 + plan.is_split), gpu.rates.wait_us)
         read += SLAB_BYTES * plan.slabs
     if plan.is_split:
         products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / gpu.rates.cycles
         read += 256 * plan.consumers * plan.height * (64 + plan.n)
     chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
-    store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / 40e3
-    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + 1.0)
+    store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / STORE_RATE + plan.is_shifted * plan.height * STAGED_US
+    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + TILE_US)
     memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.every * plan.weights * SUM_BYTES[plan.dtype]
-    return 2.2 + max(busy, memory) + 0.1 * min(busy, memory) + sums / (gpu.l2_bytes * gpu.sms)
+    summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
+    return START_US + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -399,7 +399,7 @@ template <class Pass> struct WideGradient {
     UNROLL for (int h = 0; h < HEIGHT; ++h) {
       UNROLL for (int half = 0; half < 2; ++half) stage(sums[h], half, staged + (lane / 4 * 2 + half) * (kStagedRow * 4));
       __syncwarp();
-      ROLL for (int row = 0; row < 16; ++row) {
+      UNROLL_BY(4) for (int row = 0; row < 16; ++row) {
         const int q = at.q + own_q(row / 2) + down(h, row % 2);
         if (unsigned(q) >= Q) continue;
         Result* line = to + i64(in_order(q)) * P;
