@@ -29,6 +29,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("factorlayer")
 # Inductor compiles few files here, for which headers compiled before, 150 MB for each set of flags, come too late.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# Nor does it look which vectors g++ has, by programs of seconds each: what it compiles of PyTorch's own goes without.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 gc.disable()  # until all tests are found: there is much to look at, and nothing to collect
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")

@@ -467,10 +467,16 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str) -> None:
         assert text.scratch[2] == (most * c.weight_size * SUM_BYTES[dtype] if adding else 0)
 
 
-@dtypes
-@pytest.mark.parametrize("spec", AWKWARD_SPECS, ids=spec_id)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        pytest.param(spec, dtype, id=f"{spec_id(spec)}-{dtype}")
+        for (i, spec), (j, dtype) in itertools.product(enumerate(AWKWARD_SPECS), enumerate(ALL_DTYPES))
+        if (i + j) % 2 == 0
+    ],
+)
 def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
-    """Of several contractions whose weights are frozen."""
+    """Of several contractions whose weights are frozen, of every layer for every other dtype."""
     text, k = Chain.of(spec, False, "identity").text, len(spec.weight_shapes)
     seen = {visit.part for wanted in (1, 4, 4 << (k - 1)) for visit in visits(text, wanted, nothing)}
     for part in seen:
@@ -485,12 +491,21 @@ def layers_to_train() -> list[tuple[LayerSpec, str]]:
     return [(monarch((53, 10), (23, 2), rank=8), "float16"), *layers]
 
 
+LARGE_TO_TRAIN = [layer for layer in layers_to_train() if len(layer[0].in_factors) > 3]
+
+
+def test_large_layers_to_train_meet_every_class() -> None:
+    assert len(LARGE_TO_TRAIN) >= 2 * len(BATCHES)
+
+
 @pytest.mark.parametrize(("spec", "dtype"), layers_to_train(), ids=str)
 def test_what_training_asks_for_has_a_plan(spec: LayerSpec, dtype: str) -> None:
-    """Whether there is one is asked of a usual number of samples; there has to be one of each class of numbers."""
+    """Whether there is one is asked of a usual number of samples; there has to be one of each class of numbers. Of more
+    than three factors, which take seconds, layers are asked of one class each."""
     chain, gpu = Chain.of(spec, True, "identity"), Gpu.of(90)
     text, of_dtype = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
-    for batch in (10, 500, 50_000):
+    batches = (10, 500, 50_000)
+    for batch in batches if len(spec.in_factors) < 4 else (batches[LARGE_TO_TRAIN.index((spec, dtype)) % 3],):
         asks = has_plan_of_few if batch < LEAST_MIXED else has_plan
 
         def fits(part: Chain, asks: Callable[..., bool] = asks) -> bool:
@@ -771,8 +786,10 @@ def all_gradients_of(spec: LayerSpec) -> Chain:
     return replace(Chain.of(spec, False, "identity"), backward=True)
 
 
-@dtypes
-@pytest.mark.parametrize("factors", [(4,) * 5, (4,) * 6], ids=str)
+# An odd number of them, whose two products are of two sizes, and an even one, in turn for each dtype
+@pytest.mark.parametrize(
+    ("factors", "dtype"), [((4,) * (5 + i % 2), dtype) for i, dtype in enumerate(ALL_DTYPES)], ids=str
+)
 def test_small_factors_are_taken_as_two(factors: tuple[int, ...], dtype: str) -> None:
     """Whose gradients are summed as any others are, in place, and then become those of the factors."""
     spec = kronecker(factors, factors)

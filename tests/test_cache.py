@@ -41,10 +41,10 @@ def plan_of(*names: str, value: int = 1) -> str:
     return text
 
 
-def slow_plan() -> str:
-    """Takes seconds to compile."""
+def large_plan(lines: int) -> str:
+    """Takes seconds to compile if they are hundreds."""
     body = "".join(
-        f"for (int i = 0; i < 64; ++i) a[i] = a[i] * a[(i * 7 + {j}) % 64] + x[i + {j}];\n" for j in range(300)
+        f"for (int i = 0; i < 64; ++i) a[i] = a[i] * a[(i * 7 + {j}) % 64] + x[i + {j}];\n" for j in range(lines)
     )
     source = f'extern "C" __global__ void slow(float* x) {{ float a[64] = {{}};\n{body}for (int i = 0; i < 64; ++i) '
     source += "x[i] = a[i]; }"
@@ -394,7 +394,7 @@ def test_eight_processes_from_cold(cache: Path, plan: Path) -> None:
 @pytest.mark.parametrize("seconds", [0.05, 0.5])
 def test_a_process_killed_while_it_compiles(cache: Path, tmp_path: Path, plan: Path, seconds: float) -> None:
     slow = tmp_path / "slow"
-    slow.write_text(slow_plan())
+    slow.write_text(large_plan(300))
     runtime.fill_cache(plan.read_text())
     before = contents(cache)
     process = start(slow, cache)
@@ -490,7 +490,7 @@ def test_a_full_disk(plan: Path, small_disk: Path) -> None:
 def test_a_disk_that_fills_up_in_the_middle_of_a_file(plan: Path, small_disk: Path) -> None:
     (small_disk / "else").write_bytes(b"")
     big = plan.parent / "big"
-    big.write_text(slow_plan())
+    big.write_text(large_plan(20))
     check_warned_once(run_once(big, small_disk), small_disk, "No space left on device")
     assert [path.name for path in small_disk.iterdir()] == ["else"]
 

@@ -228,8 +228,9 @@ AVERAGED = (PairFew, PairFewBackward, PairClusterBackward)  # chosen by their ti
 @pytest.mark.parametrize("text", CHAINS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype: str) -> None:
-    """And with fewer samples no more, with more no less."""
-    for batch_class, asked in itertools.product(range(len(BATCHES)), ASKED_OF_THEM):
+    """And with fewer samples no more, with more no less. Of every other class of batches, in turn."""
+    first = (CHAINS.index(text) + DTYPES.index(dtype)) % 2
+    for batch_class, asked in itertools.product(range(len(BATCHES))[first::2], ASKED_OF_THEM):
         if asked == "; gradient" and text.count("tied") > 1:
             continue
         try:
@@ -287,8 +288,8 @@ def test_kernels_times_are_predicted() -> None:
     seed, found = 112701, []
     rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
-        if isinstance(workload, Block) or workload.name not in rows:
-            continue
+        if isinstance(workload, Block) or workload.name not in rows or len(workload.spec.in_factors) > 3:
+            continue  # planning more factors takes seconds
         chain, batch = chains(workload)[0], workload.batch
         text, asked = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
         made = plan_of(text, asked, class_of_batch(batch), Gpu(*LIMITS, MEMORY[50321]))

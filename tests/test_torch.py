@@ -166,8 +166,15 @@ def test_non_contiguous_weights() -> None:
 # torch.compile and torch.export
 
 
-@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+# Each layer by each implementation, with one of the two kinds of batch, which meets each of both
+WHOLE = [
+    pytest.param(name, implementation, dynamic := bool((i + j) % 2), id=f"{name}-{implementation}-{dynamic}")
+    for i, name in enumerate(LAYERS)
+    for j, implementation in enumerate(["auto", *IMPLEMENTATIONS])
+]
+
+
+@pytest.mark.parametrize(("layer", "implementation", "dynamic"), WHOLE, indirect=["layer"])
 @pytest.mark.feature("torch.compile as a whole graph, static and dynamic batch", result="works")
 def test_compile_fullgraph(layer: FactorLinear, implementation: str, dynamic: bool) -> None:
     torch._dynamo.reset()
