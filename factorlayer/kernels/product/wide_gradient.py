@@ -25,8 +25,8 @@ PRODUCERS = 128  # threads
 MOST_LOADED = 6  # slabs on their way through the producers' registers
 MOST_SLOTS = 8
 # Bytes that a multiprocessor gets from L2 in a microsecond, and stores of sums; times what loads take of rows that
-# begin within 16 bytes, whose sectors come for others as well; what 16 rows of a warp's sums take by way of shared memory, and
-# a chunk of tf32 and each slab of it that goes through registers: fitted to 57 gradients on one H100
+# begin within 16 bytes, whose sectors come for others as well; what 16 rows of a warp's sums take by way of shared
+# memory, and a chunk of tf32 and each slab of it that goes through registers: fitted to 57 gradients on one H100
 LOAD_RATE, STORE_RATE, MISPLACED, STAGED_US = 55e3, 31e3, 1.2, 1.0
 TURNED_US, TURNED_SLAB_US = 0.38, 0.16
 START_US, TILE_US = 2.2, 1.0  # of a pass, and of each tile of a block

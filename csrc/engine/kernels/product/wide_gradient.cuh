@@ -395,7 +395,7 @@ template <class Pass> struct WideGradient {
     const int lane = threadIdx.x % 32, p = at.p + warpgroup / WM * N;
     const u32 staged = memory + threadIdx.x / 32 * kStagedBytes;
     Result* to = part(at) + (i64(at.group) * Q * P + p);
-    sync_threads<kConsumers>(1);
+    sync_consumers<kConsumers>();
     UNROLL for (int h = 0; h < HEIGHT; ++h) {
       UNROLL for (int half = 0; half < 2; ++half) stage(sums[h], half, staged + (lane / 4 * 2 + half) * (kStagedRow * 4));
       __syncwarp();
