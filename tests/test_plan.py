@@ -44,7 +44,7 @@ from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
-from factorlayer.kernels.product import few
+from factorlayer.kernels.product import few, wide_gradient
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.streamed import Streamed
@@ -576,6 +576,14 @@ def test_weights_that_stay_in_l2_go_by_for_each_tile_of_rows() -> None:
         chain = Chain((Contraction(0, groups, p, q, 1, tied=False),), tf32=True)
         (product,) = plan(chain, "tf32", 16384, Gpu.of(90)).passes
         assert isinstance(product, Wide) and product.span == span
+
+
+@pytest.mark.parametrize("dtype", wide_gradient.DTYPES)
+def test_tiles_of_gradients_of_warpgroups_end_with_a_slab(dtype: str) -> None:
+    """Where a row has several, also of rows that begin within 16 bytes."""
+    for p in (*range(1, 70), 125, 127, 250, 251, 255, 256, 257):
+        found = list(wide_gradient.tilings(Contraction(0, 1, p, 40, 1, tied=True), dtype, 2048, Gpu.of(90)))
+        assert found and all(each.across == 1 or each.bn % 64 == 0 for each in found)
 
 
 def test_blocks_of_gradients_of_warpgroups_have_rows_that_begin_at_one_place_in_a_piece() -> None:

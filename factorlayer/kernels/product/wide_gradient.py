@@ -88,6 +88,8 @@ class WideGradient(TileSums):
             return 0, 0, most
         left = 8 * self.height * (1 if self.height > 2 else 2)  # operands of two groups of products
         more = round_up(self.sums + left + OTHER_REGISTERS, 8)
+        if self.is_shifted and more == TOGETHER // 3:
+            more += 8  # where what all get is just enough, places in pieces are too much
         return (more, TOGETHER - 2 * more, most) if more > TOGETHER // 3 else (0, 0, most)
 
     @kept
@@ -141,8 +143,7 @@ class WideGradient(TileSums):
         return 16 // self.size
 
     def _reach(self, features: int) -> int:
-        """Columns of a row, with those before it in its first piece, at most."""
-        return features + self._piece - math.gcd(self._piece, features)
+        return reach(features, self.size)
 
     @kept
     def is_shifted(self) -> bool:
@@ -163,7 +164,8 @@ class WideGradient(TileSums):
         loaded = -(-self.bn // 64) if self.loads_left else self.slabs
         held = held and (self.size == 2 or loaded <= MOST_LOADED)
         bounded = self.every == 1 or self.every * c.weight_size * SUM_BYTES[self.dtype] <= MOST_SUMS_BYTES
-        return held and bounded and self.slots >= 2 and self.tiles <= MOST_BLOCKS
+        parted = self.across == 1 or self.bn % 64 == 0  # slabs belong to one tile
+        return held and bounded and parted and self.slots >= 2 and self.tiles <= MOST_BLOCKS
 
     @property
     def shared(self) -> int:
@@ -174,11 +176,15 @@ class WideGradient(TileSums):
     def threads(self) -> int:
         return 128 * self.consumers + PRODUCERS
 
+    @property
+    def across(self) -> int:
+        """Tiles of a row of the gradient."""
+        return -(-self._reach(self.contraction.p) // self.bn)
+
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        across = -(-self._reach(c.q) // self.bm) * -(-self._reach(c.p) // self.bn)
-        return across * (1 if c.tied else c.outer) * self.every
+        return -(-self._reach(c.q) // self.bm) * self.across * (1 if c.tied else c.outer) * self.every
 
     @property
     def units_per_sample(self) -> int:
@@ -216,6 +222,12 @@ class WideGradient(TileSums):
         return constants(told)
 
 
+def reach(features: int, size: int) -> int:
+    """Columns of a row, with those before it in its first piece of 16 bytes, at most."""
+    piece = 16 // size
+    return features + piece - math.gcd(piece, features)
+
+
 def tile(
     contraction: Contraction,
     dtype: str,
@@ -236,7 +248,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
     if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
         return
     registers, step = REGISTERS[ELEMENT_BYTES[dtype]], 16 if ELEMENT_BYTES[dtype] == 2 else 32
-    whole = round_up(c.p, step)
+    whole = round_up(reach(c.p, ELEMENT_BYTES[dtype]), step)
     for (wm, wn), height, least in itertools.product(((1, 1), (2, 1), (1, 2), (3, 1)), (1, 2, 3, 4), (1, 2, 4, 8, 16)):
         if wm * wn not in registers or (bias and height > 2):  # whose columns take too many registers
             continue
