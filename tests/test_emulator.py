@@ -2563,9 +2563,11 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
         ("bfloat16", "min(there, kPiece)", "kPiece", "outside of the tensors"),
         ("tf32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
         ("float32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
+        ("bfloat16", "    sync_consumers<kConsumers>();\n", "", "race: a"),
+        ("tf32", "      __syncwarp();\n      UNROLL_BY(4)", "      UNROLL_BY(4)", "race"),
     ],
 )
-def test_finds_what_is_read_behind_rows_that_are_no_whole_pieces(
+def test_finds_what_is_missing_where_rows_are_no_whole_pieces(
     dtype: str, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     check_that_it_finds(63, dtype, {old: new}, said, emulator)
