@@ -464,7 +464,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str) -> None:
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
         units = -(-most_samples(batch) * summing.units_per_sample // summing.units_per_block)
         most = min(units, max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y))
-        assert text.scratch[2] == (most * c.weight_size * SUM_BYTES[dtype] if adding else 0)
+        assert text.scratch[2] == (most * made.folds * c.weight_size * SUM_BYTES[dtype] if adding else 0)
 
 
 @pytest.mark.parametrize(

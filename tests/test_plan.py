@@ -563,10 +563,9 @@ def test_states_by_slabs(text: str, takes: bool) -> None:
 
 
 def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way() -> None:
-    for p, q, loads in ((1024, 4096, True), (256, 688, True), (1024, 1022, False)):
+    for p, q in ((1024, 4096), (256, 688), (1024, 1022)):
         summing, *_ = gradient_of(1, p, q, 1, tied=True, dtype="tf32").passes
-        assert isinstance(summing, WideGradient)
-        assert (summing.loads_left, summing.held) == ((True, 2) if loads else (False, 1))
+        assert isinstance(summing, WideGradient) and summing.loads_left and summing.held == 2
     summing, *_ = gradient_of(1, 1024, 4096, 1, tied=True, dtype="float32").passes
     assert isinstance(summing, WideGradient) and not summing.loads_left
 
