@@ -446,9 +446,8 @@ def tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | No
 @functools.lru_cache(512)
 def _tile(work: Work, places: Places, batch: int, gpu: Gpu) -> ChainBackward | None:
     """The fastest tiling of these sizes and places, whatever the weights' numbers are."""
-    found: Candidate | None = None
-    for found in _tilings(work, places, batch, gpu, Fastest(batch, gpu)):  # noqa: B007 (the last one is wanted)
-        pass
+    tilings = _tilings(work, places, batch, gpu, Fastest(batch, gpu))
+    found = min(tilings, key=lambda candidate: candidate[0], default=None)
     return replace(ChainBackward(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
@@ -460,13 +459,8 @@ def _tilings(work: Work, places: Places, batch: int, gpu: Gpu, fastest: Fastest)
     """Each faster than the `fastest` before it."""
     alone = len(work.steps) == 1 and work.rank == 1 and places.x != places.y and not work.inputs
     for parts in PARTS if alone else (1,):
-        found = False
-        for candidate in _of_parts(work, places, parts, batch, gpu, fastest):
-            found = True
-            if candidate[0] < fastest.us:
-                fastest.us = candidate[0]
-                yield candidate
-        if found and batch * work.outer * work.inner >= FEW * gpu.sms:
+        yield from fastest.among(_of_parts(work, places, parts, batch, gpu, fastest))
+        if fastest.us < math.inf and batch * work.outer * work.inner >= FEW * gpu.sms:
             return
 
 

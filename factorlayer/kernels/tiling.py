@@ -66,9 +66,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 @functools.lru_cache(512)
 def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
     """The fastest tiling of these sizes, whatever the weights' numbers are."""
-    found: Candidate | None = None
-    for found in candidates(work, batch, gpu, Fastest(batch, gpu)):  # noqa: B007 (the last one is wanted)
-        pass
+    found = min(candidates(work, batch, gpu, Fastest(batch, gpu)), key=lambda candidate: candidate[0], default=None)
     return replace(Resident(*found[1]), tile_us=TileUs(*found[2])) if found else None
 
 
@@ -82,12 +80,8 @@ def candidates(work: Work, batch: int, gpu: Gpu, fastest: Fastest | None = None)
         for split in _splits(order, batch, gpu):
             for chunk in chunks_of(order):
                 for made in _made(order):
-                    for candidate in _tilings(order, chunk, split, made, batch, gpu, fastest or Fastest(batch, gpu)):
-                        if fastest is None:
-                            yield candidate
-                        elif candidate[0] < fastest.us:
-                            fastest.us = candidate[0]
-                            yield candidate
+                    tilings = _tilings(order, chunk, split, made, batch, gpu, fastest or Fastest(batch, gpu))
+                    yield from fastest.among(tilings) if fastest else tilings
 
 
 def _orders(work: Work) -> Iterator[Work]:
@@ -200,7 +194,8 @@ def _tilings(
                 fit = min(most_groups, warps_that_fit(work, stages) // warps, room // stages[0].state_bytes)
                 if fit < 1:
                     continue
-                odd, busy = are_odd(stages), {fit: _busy_us(stages, move, work, made, warps, fit, gpu)}
+                odd = are_odd(stages)
+                busy = {fit: _busy_us(stages, odd, move, work, made, warps, fit, gpu)}
                 of_tile = units * memory, busy[fit], warps, fit
                 begin = weight_bytes / WEIGHTS_RATE
                 if not fastest.may_be(total, units, blocks, *of_tile, waits=odd, parts=units * parts, begin=begin):
@@ -215,7 +210,7 @@ def _tilings(
                     if groups < 1:
                         continue
                     if groups not in busy:
-                        busy[groups] = _busy_us(stages, move, work, made, warps, groups, gpu)
+                        busy[groups] = _busy_us(stages, odd, move, work, made, warps, groups, gpu)
                     barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms + work.slope
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
@@ -281,9 +276,9 @@ def _products_us(stages: Stages, warps: int, made: int, rank: int, gpu: Gpu) -> 
     return made * (us + (last.time(warps, gpu, rank) if isinstance(last, Stage) else last.time(warps, gpu)))
 
 
-def _busy_us(stages: Stages, move: float, work: Work, made: int, warps: int, groups: int, gpu: Gpu) -> float:
+def _busy_us(stages: Stages, odd: bool, move: float, work: Work, made: int, warps: int, groups: int, gpu: Gpu) -> float:
     """Of a tile's products and of what moves it, with the waits of so many groups where there are some."""
-    if not are_odd(stages):
+    if not odd:
         return _products_us(stages, warps, made, work.rank, gpu) + move
     plain = [stage for stage in stages if isinstance(stage, Stage)]
     return odd_us(plain, warps, groups, gpu, made, work.rank, work.held) + move * waits_of(groups * warps)

@@ -51,6 +51,18 @@ SHIFTED_US, PIECES_US = 3.1, 5.2
 SPLITTING_WARPS, SPLIT_AT_ONCE, HALVES_BYTES, HALVES_HELD = 24, 16, 2e6, 20 << 20
 
 
+def every_of(row: int, size: int) -> int:
+    """Rows, of so many elements, from one that begins at some place in 16 bytes to the next one that does."""
+    piece = 16 // size
+    return piece // math.gcd(piece, row)
+
+
+def reach(features: int, size: int) -> int:
+    """Columns of a row, with those before it in its first piece of 16 bytes, at most."""
+    piece = 16 // size
+    return features + piece - math.gcd(piece, features)
+
+
 @dataclass(frozen=True)
 class Wide(Pass):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
@@ -98,7 +110,7 @@ class Wide(Pass):
     @property
     def every(self) -> int:
         """Rows of x from one of a tile to its next."""
-        return self.piece // math.gcd(self.piece, self.row) if self.shifted else 1
+        return every_of(self.row, self.product.size) if self.shifted else 1
 
     @property
     def shift(self) -> int:
@@ -140,8 +152,8 @@ class Wide(Pass):
     @property
     def chunks(self) -> int:
         """Chunks of a row of the weight."""
-        behind = self.piece - self.shift if self.shifted else 0
-        return -(-(self.product.contraction.p + behind) // self.slab)
+        p = self.product.contraction.p
+        return -(-(reach(p, self.product.size) if self.shifted else p) // self.slab)
 
     @property
     def part(self) -> int:

@@ -7,7 +7,6 @@ as doubles are. Of rows that 16 bytes do not divide a block has those that begin
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.product.wide import every_of, reach
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
@@ -135,20 +135,12 @@ class WideGradient(TileSums):
         """Rows from one that begins at some place in a piece to the next one that does, of both states."""
         c = self.contraction
         groups = 1 if c.tied else c.outer
-        return max(self._piece // math.gcd(self._piece, features * groups) for features in (c.p, c.q))
-
-    @property
-    def _piece(self) -> int:
-        """Elements of 16 bytes."""
-        return 16 // self.size
-
-    def _reach(self, features: int) -> int:
-        return reach(features, self.size)
+        return max(every_of(features * groups, self.size) for features in (c.p, c.q))
 
     @kept
     def is_shifted(self) -> bool:
         """Whether rows, or those of a group, begin within 16 bytes."""
-        return any(features % self._piece for features in (self.contraction.p, self.contraction.q))
+        return any(features * self.size % 16 for features in (self.contraction.p, self.contraction.q))
 
     @property
     def folds(self) -> int:
@@ -179,12 +171,12 @@ class WideGradient(TileSums):
     @property
     def across(self) -> int:
         """Tiles of a row of the gradient."""
-        return -(-self._reach(self.contraction.p) // self.bn)
+        return -(-reach(self.contraction.p, self.size) // self.bn)
 
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        return -(-self._reach(c.q) // self.bm) * self.across * (1 if c.tied else c.outer) * self.every
+        return -(-reach(c.q, self.size) // self.bm) * self.across * (1 if c.tied else c.outer) * self.every
 
     @property
     def units_per_sample(self) -> int:
@@ -220,12 +212,6 @@ class WideGradient(TileSums):
         told |= {"EVERY": self.every, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
         told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         return constants(told)
-
-
-def reach(features: int, size: int) -> int:
-    """Columns of a row, with those before it in its first piece of 16 bytes, at most."""
-    piece = 16 // size
-    return features + piece - math.gcd(piece, features)
 
 
 def tile(
