@@ -101,7 +101,7 @@ static int numbers_behind(const std::string& name) {
     const char* name;
     int numbers;
   } known[] = {{"tied", 5}, {"untied", 5}, {"rank", 1}, {"turned", 0}, {"bias", 0}, {"slope", 1}, {"through", 1}, {"sums", 1},
-               {"gradient", 0}, {"backward", 0}, {"turn", 3}, {"mixed", 3}, {"slabs", 1}, {"tf32", 0}};
+               {"gradient", 0}, {"backward", 0}, {"turn", 3}, {"mixed", 3}, {"slabs", 1}, {"few", 0}, {"tf32", 0}};
   for (const auto& each : known)
     if (name == each.name) return each.numbers;
   return -1;
@@ -210,7 +210,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: inputs, rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one, which may have slabs before tf32, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
+// it is one, which may have slabs before tf32, or, of two untied ones, few, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
 // mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both may be all. sums stands
 // alone, or behind either; and behind what is all of these three, a turn may stand.
 static Chain parse(const std::string& text) {
@@ -232,12 +232,12 @@ static Chain parse(const std::string& text) {
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {
       chain.x_turned = true;
     } else if (name == "turn") {
-      const bool of_x = chain.backward && !chain.bias && !chain.mixed && !chain.slabs;
+      const bool of_x = chain.backward && !chain.bias && !chain.mixed && !chain.slabs && !chain.few;
       if (chain.turned || (last ? !chain.contractions.empty() : finishing && !of_x))
         throw std::invalid_argument("\"turn\" stands in the wrong place");
       chain.turned = parse_turn(name, words, chain);
     } else if (name == "mixed") {
-      if (chain.mixed || chain.bias || !(chain.gradient || chain.backward || (chain.turned && chain.contractions.empty())))
+      if (chain.mixed || chain.bias || chain.few || !(chain.gradient || chain.backward || (chain.turned && chain.contractions.empty())))
         throw std::invalid_argument("\"mixed\" stands in the wrong place");
       chain.mixed = parse_turn(name, words, chain);
     } else if (name == "slabs") {
@@ -246,6 +246,11 @@ static Chain parse(const std::string& text) {
       words >> chain.slabs;
       if (!words || chain.slabs < 1 || chain.slabs > (chain.backward && !chain.turned ? 2 : 1))
         throw std::invalid_argument("\"slabs\" needs 1, or, behind \"backward\" without a turn, 2");
+    } else if (name == "few") {
+      const bool untied = chain.contractions.size() == 2 && !chain.contractions[0].tied && !chain.contractions[1].tied;
+      if (!chain.backward || !untied || chain.few || chain.bias || chain.x_turned || chain.turned || chain.mixed || chain.rank > 1)
+        throw std::invalid_argument("\"few\" stands in the wrong place");
+      chain.few = true;
     } else if (name == "gradient") {
       if ((finishing && !is_dense_with_bias(chain, has_activation)) || chain.contractions.size() != 1 || chain.rank != 1)
         throw std::invalid_argument("\"gradient\" stands in the wrong place");

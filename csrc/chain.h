@@ -24,7 +24,7 @@
 // Behind "backward" it is the gradient of x that is stored so. "mixed o r c" there, or behind "gradient": the q's of grad_y,
 // which weights have as [o, r, c], come as [o, c, r]; behind a turn that is all, its matrices' rows are taken so. "slabs 1" behind "backward": grad_y, of a
 // multiple of 64 samples, lies as [samples / 32, o q i, 32]; with "slabs 2" so does the gradient of x. Behind a contraction alone
-// with "slabs 1" y does.
+// with "slabs 1" y does. "few" behind "backward": of two untied contractions, by what is made for few samples.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -56,7 +56,7 @@ struct Chain {
   bool bias = false;
   std::string activation = "identity";
   std::shared_ptr<const Program> program;  // the activation's, if it has no name
-  bool gradient = false, backward = false, tf32 = false, x_turned = false;
+  bool gradient = false, backward = false, few = false, tf32 = false, x_turned = false;
   int64_t turned = 0;   // features of y, if it is stored turned
   int64_t slabs = 0;    // states that lie by slabs: y or grad_y, or that and the gradient of x
   int64_t mixed = 0;    // the same, if its q's come in another order

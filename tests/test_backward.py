@@ -40,6 +40,7 @@ from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_sa
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
+from factorlayer.kernels.passes import MOST_OF_SOME
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.whole_kronecker import KroneckerWeight
@@ -533,6 +534,13 @@ def test_gradients_of_a_chain_have_a_text_of_their_own() -> None:
         "untied 0 2 2 2 1; slabs 1; relu",
         "untied 0 2 2 2 1; backward; slabs 1; slabs 1",
         "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; slabs 1",
+        "untied 1 2 2 2 1; untied 0 1 2 2 2; few",
+        "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; few; few",
+        "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; few; turn 2 1 2",
+        "untied 1 2 2 2 1; untied 0 1 2 2 2; backward; turn 2 1 2; few",
+        "turned; untied 1 2 2 2 1; untied 0 1 2 2 2; backward; few",
+        "tied 1 2 2 2 1; tied 0 1 2 2 2; backward; few",
+        "untied 0 2 2 2 1; backward; few",
     ):
         with pytest.raises(ValueError, match="wrong place"):
             torch.ops.factorlayer.forward(torch.ones(1, 4), [torch.ones(2, 2)], None, text)
@@ -912,6 +920,25 @@ def test_kernels_ask_for_what_they_read_before_they_wait() -> None:
         assert entry.rindex("ask_for<") < wait < start and ask < wait
         assert set(re.findall(r"ask_for<\d+>\(params\.(\S+),", entry)) == set(asked)
         assert all("start_next_kernel" in p.source.split("__grid_constant__")[1] for p in more)
+
+
+@pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED, 700, MOST_OF_SOME, MOST_OF_SOME + 1])
+@pytest.mark.parametrize("learned", [0b1101, 0b101])
+def test_some_samples_of_a_monarch_layer_count_as_few_where_that_is_predicted_to_take_less(
+    batch: int, learned: int
+) -> None:
+    """Here it takes two microseconds for each sample, and every other kernel two thousand."""
+    text = Chain.of(monarch((3, 4), (5, 2), rank=2), False, "identity").text
+
+    def us_of(batch: int) -> Callable[[str], float]:
+        return lambda text: 2.0 * batch if "few" in text else 2000.0
+
+    asked = [each for each, _ in texts(text, anything, batch, learned, us=us_of)]
+    parsed = [Chain.parse(each) for each in asked]
+    less = LEAST_MIXED <= batch < 1000 and learned == 0b1101
+    both = replace(Chain.parse(text), backward=True, few=True)
+    assert [chain for chain in parsed if chain.few] == [both] * less
+    assert not less or parsed == [both]
 
 
 @pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED])

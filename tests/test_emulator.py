@@ -1314,6 +1314,36 @@ def test_all_gradients_of_few_samples(
     check_all_gradients_of_groups(spec, found, batch, emulator)
 
 
+# Of more samples than a few: blocks along x take turns at them, and warps share what a gradient is summed over
+SOME = [
+    ((6, 47), (35, 7), 9, "bfloat16", 77, 1, 90),
+    ((6, 48), (32, 8), 8, "tf32", 131, 4, 90),
+    ((5, 30), (21, 6), 7, "float64", 70, 8, 80),
+    ((5, 30), (21, 6), 7, "float32", 99, 2, 80),
+    ((3, 72), (24, 4), 3, "float16", 65, 2, 90),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch", "share", "architecture"), SOME, ids=str)
+def test_all_gradients_of_some_hundreds_of_samples(
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    rank: int,
+    dtype: str,
+    batch: int,
+    share: int,
+    architecture: int,
+    emulator: Emulator,
+) -> None:
+    spec, gpu = monarch(inputs, outputs, rank=rank), replace(Gpu.of(architecture), sms=4)
+    chain = replace(all_gradients_of(spec), few=True, tf32=dtype == "tf32")
+    found = plan(chain, dtype, MEDIUM, gpu)
+    ways = few_backward._passes("FewLast", chain, dtype, gpu, some=True)
+    last = next(each for each in ways if each.share == share and each.ways >= 2 * share)
+    assert [type(p).__name__ for p in found.passes] == ["FewPass"] * 3 and all(p.some for p in found.passes)  # type: ignore[attr-defined]
+    check_all_gradients_of_groups(spec, replace(found, passes=(*found.passes[:2], last)), batch, emulator)
+
+
 # By a dense weight's: dense passes of every kind, sums of one block and of several for a tile, parts of every height
 MULTIPLIED_OUT = [
     ((5, 9), (9, 60), 5, "bfloat16", 150, 90),

@@ -1132,6 +1132,15 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     assert text.scratch == (8 * state * 2, 0, 64 * features * 2) and text.chunk == 0
     assert all(p.blocks_per_processor == 1 and p.units_per_block > 64 for p in text.passes)
 
+    # Of some hundreds a buffer has all that the first pass makes of each, padded to eight.
+    some = read_text(plan(replace(chain, few=True), "bfloat16", BATCHES[1], Gpu.of(90)).text())
+    assert [(p.read, p.written) for p in some.passes] == [("x", "s1"), ("s1", "s0"), ("s0+s1@2", "y")]
+    of_state, of_features, sums = some.scratch
+    assert sums == 0 and 65 * of_state >= 72 * state * 2 and 65 * of_features >= 72 * features * 2
+    assert all(p.blocks_per_processor == 0 and p.units_per_block <= 64 for p in some.passes)
+    with pytest.raises(PlanError):
+        plan(replace(chain, few=True), "bfloat16", BATCHES[2], Gpu.of(90))
+
 
 def test_weights_go_by_where_groups_of_a_monarch_layer_are_few() -> None:
     chain = Chain.of(monarch((4, 192), (192, 4), rank=48), True, "identity")

@@ -22,11 +22,13 @@ from torch import Tensor
 
 from factorlayer.activations.named import activate
 from factorlayer.device.kept import kept
+from factorlayer.kernels.passes import MOST_OF_SOME
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
+from factorlayer.plan.plan import ASKED, BATCHES
 
 Turned = tuple[int, int, int]
-Predicting = Callable[[int], Callable[[str], float]]  # the same function for numbers of samples that have one plan
+Predicting = Callable[[int], Callable[[str], float]]  # the same function for numbers of samples that count as one
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
 SLAB = 32  # samples
 IN_SLABS = 64  # samples, of which there have to be a multiple
@@ -89,6 +91,7 @@ class Visit:
     slabs: int = 0  # states that lie by slabs where all is made at once: grad_y, or that and the gradient of x
     hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
     orders: bool = False  # who makes its weight's gradient puts these in order
+    few: bool = False  # by what is made for few samples
 
     @kept
     def turned(self) -> bool:
@@ -145,6 +148,7 @@ class Visit:
             turn=self.hands_back,
             mixed=self.mixed,
             slabs=self.slabs,
+            few=self.few,
         )
 
     @kept
@@ -177,7 +181,7 @@ def gradients(
     contractions are parameters of the activation. If another activation made x, its gradient may be that of what this
     took: back `through` it."""
     fits = ops.fits_of(len(x))
-    only = _only_visit(text, wanted, fits)
+    only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
         made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
         if wanted & 1:
@@ -440,7 +444,34 @@ def _one_term(
 
 
 def visits_of(ops: Ops, text: str, wanted: int, batch: int) -> tuple[Visit, ...]:
-    return visits(text, wanted, ops.fits_of(batch), batch >= LEAST_MIXED, batch % IN_SLABS == 0)
+    few = _are_few(ops, text, wanted, batch)
+    return visits(text, wanted, ops.fits_of(batch), batch >= LEAST_MIXED, batch % IN_SLABS == 0, few)
+
+
+def counts_as(batch: int) -> int:
+    """Of the middle class of batches, three quarters of the power of two that a number of samples rounds up to; of the
+    others, what these are planned for."""
+    if LEAST_MIXED <= batch <= MOST_OF_SOME:
+        return next(each for each in ASKED[1] if 3 * batch <= 4 * each)
+    return BATCHES[0 if batch < LEAST_MIXED else -1]
+
+
+def _are_few(ops: Ops, text: str, wanted: int, batch: int) -> bool:
+    """Whether all gradients of a Monarch layer of some hundreds of samples are predicted to take less by what is made
+    for few."""
+    counted = counts_as(batch)
+    return ops.us is not None and counted in ASKED[1] and _count_as_few(text, wanted, ops.fits, ops.us, counted)
+
+
+@functools.lru_cache(1024)
+def _count_as_few(text: str, wanted: int, fits: Callable[[Chain], bool], us: Predicting, batch: int) -> bool:
+    chain = Chain.parse(text)
+    few = replace(Chain(chain.contractions, backward=True, tf32=chain.tf32), few=chain.is_monarch)
+    everything = (4 << len(chain.contractions)) - 1 - 3
+    if not few.few or wanted & everything != everything or not fits(few):
+        return False
+    others = runs(Chain(chain.contractions, tf32=chain.tf32).text, fits, batch, wanted & ~2)
+    return us(batch)(few.text) < sum(us(samples)(each) for each, samples in others)
 
 
 def turn_behind(planned: Sequence[Visit]) -> Turned | None:
@@ -484,10 +515,15 @@ def columns_texts(chain: Chain, sums: bool, turn: Turned | None, fits: Callable[
 
 @functools.lru_cache(1024)
 def visits(
-    text: str, wanted: int, fits: Callable[[Chain], bool], mixes: bool = True, slabs: bool = False
+    text: str,
+    wanted: int,
+    fits: Callable[[Chain], bool],
+    mixes: bool = True,
+    slabs: bool = False,
+    few: bool = False,
 ) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit. Some may take q's in another: `mixes`;
-    and what comes back to the last ones may lie by `slabs`."""
+    """Of the contractions of a chain, in their order: as many at once as fit, or both as `few`. Some may take q's in
+    another: `mixes`; and what comes back to the last ones may lie by `slabs`."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
@@ -497,14 +533,14 @@ def visits(
             if learns[longer - 1] != learns[at]:
                 break
             part = _part(chain, steps[at:longer])
-            if _are_neighbours(steps[at:longer]) and (not learns[at] or fits(replace(part, backward=True))):
+            if _are_neighbours(steps[at:longer]) and (not learns[at] or few or fits(replace(part, backward=True))):
                 end = longer
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
         part = _part(chain, steps[at:end])
         one = returns and part.contractions[0].tied and fits(replace(part, backward=True))
         at_once = learns[at] and (end > at + 1 or one)
-        made.append(Visit(part, weights, learns[at], returns, at_once))
+        made.append(Visit(part, weights, learns[at], returns, at_once, few=few))
         at = end
     if mixes:
         made = [*(replace(a, mixed=_mixed(a, b)) for a, b in itertools.pairwise(made)), made[-1]]
@@ -540,14 +576,14 @@ def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
 
 
 @functools.lru_cache(1024)
-def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
+def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool], few: bool = False) -> str | None:
     """What makes all gradients, if that is all there is to do; the bias's among them, if one kernel does."""
-    chain, planned = Chain.parse(text), visits(text, wanted, fits)
+    chain, planned = Chain.parse(text), visits(text, wanted, fits, few=few)
     whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
     if not whole or not planned[0].at_once:
         return None
     with_bias = replace(planned[0].visited, bias=True)
-    return with_bias.text if wanted & 2 and fits(with_bias) else planned[0].gradient
+    return with_bias.text if wanted & 2 and not few and fits(with_bias) else planned[0].gradient
 
 
 @functools.lru_cache(1024)

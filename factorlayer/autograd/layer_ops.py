@@ -22,7 +22,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
-from factorlayer.autograd.backward import IN_SLABS, Ops, gradients, planned_behind, texts, visits
+from factorlayer.autograd.backward import Ops, counts_as, gradients, planned_behind, texts, visits_of
 from factorlayer.autograd.build import check_build
 from factorlayer.autograd.runtime import (
     MAX_WEIGHTS,
@@ -124,8 +124,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     kernels = explain(text, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
     everything = (1 << (len(chain.contractions) + 2)) - 1 - 2 * (not chain.bias)
     ops = cuda_ops(device, x.dtype)
-    fits = ops.fits_of(batch)
-    planned = visits(text, everything, fits, slabs=batch % IN_SLABS == 0)
+    planned = visits_of(ops, text, everything, batch)
     back = [str(visit) for visit in reversed(planned)]
     if chain.parameters:
         back.insert(0, "activation: what it takes once more, and its gradients by PyTorch")
@@ -504,7 +503,7 @@ def _backward_on_cuda(
 ) -> list[Tensor]:
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
     ops = cuda_ops(device, dtype)
-    key = chain, wanted, class_of_batch(batch), dtype, device
+    key = chain, wanted, counts_as(batch), dtype, device
     if batch and key not in _prepared:
         prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us), dtype, device)
         _prepared.add(key)
@@ -530,7 +529,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def us_of(batch: int) -> Callable[[str], float]:
         return lambda text: predicted_us(text, batch, dtype, device)
 
-    of_classes = [us_of(batch) for batch in BATCHES]
+    predicting = {batch: us_of(batch) for batch in (BATCHES[0], *ASKED[1], BATCHES[-1])}
     ops = torch.ops.factorlayer
     return Ops(
         explaining(ops.forward.default._op),
@@ -540,7 +539,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         explaining(ops.slopes_and_sums.default._op),
         fits,
         fits_few=fits_few,
-        us=lambda batch: of_classes[class_of_batch(batch)],
+        us=lambda batch: predicting[counts_as(batch)],
     )
 
 

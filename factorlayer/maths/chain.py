@@ -24,7 +24,7 @@ MOST_ELEMENTS = 1 << 48  # of a tensor or state
 MOST_INPUTS = 4096  # tensors that x is
 NUMBERS = {
     "tied": 5, "untied": 5, "rank": 1, "turned": 0, "bias": 0, "slope": 1, "through": 1, "sums": 1,
-    "gradient": 0, "backward": 0, "turn": 3, "mixed": 3, "slabs": 1, "tf32": 0,
+    "gradient": 0, "backward": 0, "turn": 3, "mixed": 3, "slabs": 1, "few": 0, "tf32": 0,
 }  # fmt: skip
 INPUTS = "inputs"  # behind which any number of numbers stands
 
@@ -56,6 +56,7 @@ class Chain:
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
     sums: int = 0  # features, if their sums over all samples are made, alone or beside a gradient
     inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
+    few: bool = False  # all gradients of a Monarch layer by what is made for few samples, though they are some
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
@@ -75,6 +76,7 @@ class Chain:
         stages += ["turn {} {} {}".format(*self.turn)] if self.turn else []
         stages += ["mixed {} {} {}".format(*self.mixed)] if self.mixed else []
         stages += [f"slabs {self.slabs}"] if self.slabs else []
+        stages += ["few"] if self.few else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -102,7 +104,7 @@ class Chain:
     def _read(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         inputs: tuple[int, ...] = ()
-        gradient = backward = x_turned = tf32 = False
+        gradient = backward = x_turned = few = tf32 = False
         turn, mixed, slabs, slope, through, sums = None, None, 0, 0, 0, 0
         for name, *words in (stage.split(" ") for stage in text.split("; ")):
             numbers = _numbers(name, words)
@@ -129,6 +131,8 @@ class Chain:
                 mixed = outer, rows, columns
             elif name == "slabs":
                 slabs = numbers[0]
+            elif name == "few":
+                few = True
             elif name == "slope":
                 slope = numbers[0]
             elif name == "through":
@@ -141,7 +145,7 @@ class Chain:
                 check_activation(name)
                 activation = name
         _check_sizes(contractions, rank)
-        further = (turn, mixed, slabs, tf32, slope, through, sums, inputs)
+        further = (turn, mixed, slabs, tf32, slope, through, sums, inputs, few)
         chain = Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, *further)
         if not contractions and len({slope, through, sums, math.prod(turn or (0,))} - {0}) > 1:
             raise ValueError("it has one number of features, on which slope, through, sums and turn should agree")

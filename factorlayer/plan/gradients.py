@@ -156,10 +156,10 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
             yield visit
     elif chain.x_turned:
         return
-    elif passes := next(ways(OF_TWO_UNTIED, chain, dtype, batch, gpu), None):
-        yield passes
+    elif chain.few or (batch <= BATCHES[0] and chain.is_monarch):
+        yield from ways(OF_TWO_UNTIED, chain, dtype, batch, gpu)
     elif chain.is_monarch:
-        if batch > BATCHES[0] and whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
+        if whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
             yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
     elif chain.rank == 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)

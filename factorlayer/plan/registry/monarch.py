@@ -9,8 +9,9 @@ from factorlayer.kernels.monarch import (
     slab_backward,
     untied_backward,
 )
+from factorlayer.kernels.passes import MOST_OF_SOME
 from factorlayer.kernels.product import few_backward
-from factorlayer.plan.registry.family import FEW, MANY, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import MANY, ON_TABLES, Family, Margin, Takes
 
 # Both contractions of a Monarch layer: tile(chain, dtype, batch, gpu)
 
@@ -50,11 +51,11 @@ SLAB_BACKWARD = Family(
     Takes(("tf32",), ("wgmma",), (1, 1), tied=False, samples=MANY, more="a grad_y that lies by slabs"),
 )
 FEW_BACKWARD = Family(
-    "All gradients of few samples of a Monarch layer",
+    "All gradients of few samples of a Monarch layer, or of some hundreds",
     few_backward.all_gradients,
     (few_backward.FewPass,),
     "few-samples",
-    Takes(factors=(2, 2), tied=False, samples=FEW),
+    Takes(factors=(2, 2), tied=False, samples=(1, MOST_OF_SOME)),
     named="few backward",
 )
 MONARCH_PAIRS = Family(

@@ -5,26 +5,31 @@
 #include "kernels/product/few_words.cuh"
 
 // Gradients of the weights of all groups, from states that have `samples` side by side, a multiple of 8 of them: G
-// [group][Q][samples] and X [group][P][samples]. A warp has tiles of HEIGHT times 16 rows and STRIPS * kChunk columns, stored by
-// runs of RUN: where these are short, by way of shared memory, so that lanes side by side store whole sectors.
-template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewOuter : FewMath<Math> {
+// [group][Q][samples] and X [group][P][samples]. SHARE warps of a block each have tiles of HEIGHT times 16 rows and STRIPS *
+// kChunk columns, and every SHARE-th chunk of samples each: they add up in shared memory. Tiles are stored by runs of RUN: where
+// these are short, by way of shared memory, so that lanes side by side store whole sectors. AHEAD: one chunk of samples is
+// multiplied while the next one is on its way; without, registers go to more warps instead.
+template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN, bool AHEAD, int SHARE>
+struct FewOuter : FewMath<Math> {
   using Base = FewMath<Math>;
   using Element = typename Base::Element;
   static constexpr int kPiece = Base::kPiece, kChunk = Base::kChunk, kSize = Base::kSize, kEights = kPiece / 2;
   static constexpr int kRows = HEIGHT * 16, kColumns = STRIPS * kChunk;
   static constexpr int kAcross = ceil_div(P, kColumns), kDown = ceil_div(Q, kRows);
   static constexpr int kRow = kColumns * kSize + 64, kStaged = kRows * kRow;  // bytes in shared memory
+  using Totals = WarpTotals<typename Base::Total, kRows, kColumns, SHARE, true, kPiece>;
   using Piece = FewPiece<Math, 16>;
   const Lane lane;
-  const u32 memory;
+  const int warp, way;  // of those that share a tile
+  const u32 memory;     // of this warp, or of these
   const int samples;
   const Element *rows, *columns;
   int q, p;
   struct Chunk { Piece g[HEIGHT * 2], x[STRIPS][kEights]; };  // of samples
-  // One is multiplied while the next one is on its way. In 16 bits, which have two at most, registers go to more warps instead.
-  static constexpr bool kAhead = kSize > 2;
-  Chunk chunks[kAhead ? 2 : 1];
-  DEVICE FewOuter(u32 memory, int samples) : memory(memory), samples(samples) {}
+  Chunk chunks[AHEAD ? 2 : 1];
+  DEVICE FewOuter(u32 memory, int samples)
+      : warp(threadIdx.x / 32), way(warp % SHARE), memory(memory + warp / SHARE * (SHARE > 1 ? Totals::kBytes : kStaged)),
+        samples(samples) {}
   // Of tile eights j a lane has columns of its own.
   DEVICE int column() const { return lane.g / 2 * kPiece + lane.g % 2; }
   DEVICE void to_tile(const Element* g, const Element* x, int tile) {
@@ -94,30 +99,54 @@ template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN> struct FewO
       __syncwarp();
     }
   }
-  // Every `stride`-th tile from `tile` on; what the next one reads is on its way while this one's sums are stored.
+  // Its part of the sums, to where those who share the tile add them up
+  DEVICE void put(const Sums& y) const {
+    UNROLL for (int strip = 0; strip < STRIPS; ++strip)
+      UNROLL for (int h = 0; h < HEIGHT * 2; ++h) {
+        typename Base::Total sums[kPiece];
+        UNROLL for (int i = 0; i < kPiece; ++i) sums[i] = Base::total(y[h / 2][strip][i / 2], h % 2 * 2 + i % 2);
+        Totals{memory}.put(way, h * 8 + lane.g, strip * kChunk + lane.t * kPiece, sums);
+      }
+  }
+  DEVICE void store_all(Element* to, int q_, int p_) const {
+    constexpr int kRuns = kColumns / RUN;
+    ROLL for (int cell = way * 32 + lane.index; cell < kRows * kRuns; cell += SHARE * 32) {
+      const int row = cell / kRuns, column = cell % kRuns * RUN;
+      typename Base::Total sums[RUN];
+      Totals{memory}.sum(row, column, sums);
+      if (q_ + row < Q && p_ + column < P) store_run(to + i64(q_ + row) * P + p_ + column, sums);
+    }
+  }
+  // Every `stride`-th tile from `tile` on, of which a block's warps have some side by side; what the next one reads is on its way
+  // while this one's sums are stored.
   template <bool MORE> DEVICE void run(Element* to, const Element* g, const Element* x, int groups, int tile, int stride) {
-    constexpr int kStep = kAhead ? 2 * kChunk : kChunk;
-    const int all = groups * kAcross * kDown;
-    if (tile >= all) return;
-    to_tile(g, x, tile);
-    ask(chunks[0], 0);
-    ROLL while (tile < all) {
+    constexpr int kStep = (AHEAD ? 2 : 1) * SHARE * kChunk, kSecond = SHARE * kChunk;
+    const int all = groups * kAcross * kDown, begin = way * kChunk;
+    const int side = warp / SHARE, most = SHARE > 1 ? all + side : all;  // all warps that share come to barriers, with a tile or without
+    tile += side;
+    if (tile < all) to_tile(g, x, tile), ask(chunks[0], begin);
+    ROLL for (; tile < most; tile += stride) {
       Sums y;
       const int of_q = q, of_p = p, next = MORE ? tile + stride : all;
-      ROLL for (int n = 0; n < samples; n += kStep) {
-        const bool two = kAhead && n + kChunk < samples;
-        if (two) ask(chunks[kAhead], n + kChunk);
+      ROLL for (int n = begin; tile < all && n < samples; n += kStep) {
+        const bool two = AHEAD && n + kSecond < samples;
+        if (two) ask(chunks[AHEAD], n + kSecond);
         multiply(y, chunks[0]);
-        if (n + kStep < samples) {
+        if (n + kStep < samples)
           ask(chunks[0], n + kStep);
-        } else if (next < all) {
-          to_tile(g, x, next);
-          ask(chunks[0], 0);
-        }
-        if (two) multiply(y, chunks[kAhead]);
+        if (two) multiply(y, chunks[AHEAD]);
       }
-      store(to + i64(tile / (kAcross * kDown)) * Q * P, y, of_q, of_p);
-      tile = next;
+      if (next < all) to_tile(g, x, next), ask(chunks[0], begin);
+      Element* const of_group = to + i64(tile / (kAcross * kDown)) * Q * P;
+      if constexpr (SHARE == 1) {
+        store(of_group, y, of_q, of_p);
+      } else {
+        put(y);
+        __syncthreads();
+        if (tile < all) store_all(of_group, of_q, of_p);
+        if constexpr (MORE) __syncthreads();
+      }
+      if constexpr (!MORE) break;
     }
   }
 };
