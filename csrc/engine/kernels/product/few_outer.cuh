@@ -122,31 +122,41 @@ struct FewOuter : FewMath<Math> {
   template <bool MORE> DEVICE void run(Element* to, const Element* g, const Element* x, int groups, int tile, int stride) {
     constexpr int kStep = (AHEAD ? 2 : 1) * SHARE * kChunk, kSecond = SHARE * kChunk;
     const int all = groups * kAcross * kDown, begin = way * kChunk;
-    const int side = warp / SHARE, most = SHARE > 1 ? all + side : all;  // all warps that share come to barriers, with a tile or without
+    const int side = warp / SHARE, most = SHARE > 1 ? all + side : all;  // who shares comes to barriers without a tile as well
     tile += side;
-    if (tile < all) to_tile(g, x, tile), ask(chunks[0], begin);
-    ROLL for (; tile < most; tile += stride) {
+    if (tile < all) {
+      to_tile(g, x, tile);
+      ask(chunks[0], begin);
+    } else if (SHARE == 1) {
+      return;
+    }
+    ROLL while (tile < most) {
       Sums y;
-      const int of_q = q, of_p = p, next = MORE ? tile + stride : all;
-      ROLL for (int n = begin; tile < all && n < samples; n += kStep) {
+      const bool here = SHARE == 1 || tile < all;
+      const int of_q = q, of_p = p, next = MORE ? tile + stride : most;
+      // Of a tile a chunk at least, of zeros where there is none
+      ROLL for (int n = begin; here && (n < samples || (SHARE > 1 && n == begin)); n += kStep) {
         const bool two = AHEAD && n + kSecond < samples;
         if (two) ask(chunks[AHEAD], n + kSecond);
         multiply(y, chunks[0]);
-        if (n + kStep < samples)
+        if (n + kStep < samples) {
           ask(chunks[0], n + kStep);
+        } else if (next < all) {
+          to_tile(g, x, next);
+          ask(chunks[0], begin);
+        }
         if (two) multiply(y, chunks[AHEAD]);
       }
-      if (next < all) to_tile(g, x, next), ask(chunks[0], begin);
       Element* const of_group = to + i64(tile / (kAcross * kDown)) * Q * P;
       if constexpr (SHARE == 1) {
         store(of_group, y, of_q, of_p);
       } else {
         put(y);
         __syncthreads();
-        if (tile < all) store_all(of_group, of_q, of_p);
+        if (here) store_all(of_group, of_q, of_p);
         if constexpr (MORE) __syncthreads();
       }
-      if constexpr (!MORE) break;
+      tile = next;
     }
   }
 };
