@@ -1,6 +1,6 @@
 """What runs a drawn row: the implementation that auto takes, the time that the planner predicts, its other ways, timed.
 
-Plans are made for three sizes of batch; the prediction is that of the planner for the row's own.
+Plans are made for three sizes of batch; the prediction is what the one that runs takes of the row's own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_nam
 from factorlayer.autograd.stack_ops import is_left_to_cublas, runs, why_auto_is_not_stacked
 from factorlayer.device.gpu import Gpu
 from factorlayer.functional import choose
-from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import parsed, plan_of
+from factorlayer.plan.planner import plan_of
 from factorlayer.plan.schemes import schemes
-from factorlayer.plan.stacks import plan_stack
 from factorlayer.stacks.stack import LayerStack, is_joined, why_predicted_apart
 
 
@@ -47,12 +45,11 @@ def predicted_us(call: Call) -> float | None:
     for text in _texts(call):
         if text is None:
             return None
-        layers, dtype = parsed(text, dtype_name(x.dtype))
         try:
-            made = plan_stack(layers, dtype, len(x), gpu) if len(layers) > 1 else plan(layers[0], dtype, len(x), gpu)
-        except PlanError:  # of this number of samples
+            made = plan_of(text, dtype_name(x.dtype), class_of_batch(len(x)), gpu)
+        except PlanError:
             return None
-        us += made.us
+        us += sum(each.us_of(len(x)) for each in made.passes)
     return us
 
 

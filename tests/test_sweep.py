@@ -30,7 +30,7 @@ from factorlayer.activations.texts import activation_of
 from factorlayer.autograd.runtime import CompileError
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.planner import plan, plan_of, plan_stack
+from factorlayer.plan.planner import BATCHES, plan, plan_of, plan_stack
 from factorlayer.plan.schemes import schemes
 
 MANY = [row for seed in range(10) for row in drawn(seed, 400, "cuda", ALL_DTYPES)]
@@ -340,18 +340,19 @@ def test_first_calls_are_made_in_processes_of_one_core() -> None:
     assert all(set(of_row) == set(PASSES) and min(of_row.values()) > 0 for of_row in seconds.values())
 
 
-def test_predictions_are_the_planners_for_the_rows_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_of_the_plan_that_runs_for_the_rows_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu.of(90)
     monkeypatch.setattr(sweep_plans, "gpu_limits", lambda device: (gpu.arch, gpu.sms, gpu.shared))
     workload = Layer("a pair", "kronecker", 300, (32, 32), (32, 32), "cpu", (), "this test")
     call = build("v3", workload, draw_tensors(workload, "bfloat16"))
-    expected = plan(Chain.of(workload.spec, False, "identity"), "bfloat16", 300, gpu).us
-    assert sweep_plans.predicted_us(call) == expected > 0
+    made = plan(Chain.of(workload.spec, False, "identity"), "bfloat16", BATCHES[1], gpu)
+    assert sweep_plans.predicted_us(call) == sum(p.us_of(300) for p in made.passes) > 0
     block = Block("a block", (16, 32, 16), "relu", 300, "cpu", (), "this test")
     call = build("v3", block, draw_tensors(block, "bfloat16"))
     (stack,) = call.function.stacks  # type: ignore[attr-defined]
     chains = tuple(layer.chain for layer in stack.layers)
-    assert sweep_plans.predicted_us(call) == plan_stack(chains, "bfloat16", 300, gpu).us > 0
+    made = plan_stack(chains, "bfloat16", BATCHES[1], gpu)
+    assert sweep_plans.predicted_us(call) == sum(p.us_of(300) for p in made.passes) > 0
 
 
 def test_candidates_are_installed_one_by_one_and_the_chosen_plan_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
