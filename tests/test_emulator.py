@@ -1315,7 +1315,7 @@ def test_all_gradients_of_few_samples(
 
 
 # Of more samples than a few: blocks along x take turns at them, and warps share what a gradient is summed over
-SOME = [
+HUNDREDS = [
     ((6, 47), (35, 7), 9, "bfloat16", 77, 1, 90),
     ((6, 48), (32, 8), 8, "tf32", 131, 4, 90),
     ((5, 30), (21, 6), 7, "float64", 70, 8, 80),
@@ -1324,7 +1324,7 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch", "share", "architecture"), SOME, ids=str)
+@pytest.mark.parametrize(("inputs", "outputs", "rank", "dtype", "batch", "share", "architecture"), HUNDREDS, ids=str)
 def test_all_gradients_of_some_hundreds_of_samples(
     inputs: tuple[int, int],
     outputs: tuple[int, int],
