@@ -1086,6 +1086,15 @@ def test_layouts_have_a_place_of_its_own_for_every_element(dtype: str) -> None:
                 assert max(places) * ELEMENT_BYTES[dtype] < stage.state_bytes, f"{stage}: beyond its memory"
 
 
+@pytest.mark.parametrize("q", [15376, 8 * 1922 * 3])
+def test_a_large_factors_rows_are_not_in_more_parts_than_there_are_multiprocessors(q: int) -> None:
+    """Which would take turns: a pass was predicted to take less than its memory does."""
+    gpu = Gpu.of(90)
+    passes = plan(Chain.of(kronecker((70,), (q,)), False, "identity"), "float32", BATCHES[1], gpu).passes
+    assert not any(isinstance(p, Resident) and p.split > gpu.sms for p in passes)
+    assert sum(p.us_of(700) for p in passes) > 700 * (70 + q) * 4 / (gpu.memory_bytes * gpu.sms)
+
+
 # Few samples of untied contractions
 
 

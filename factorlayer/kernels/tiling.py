@@ -128,7 +128,8 @@ def _splits(work: Work, batch: int, gpu: Gpu) -> Iterator[int]:
     few = batch * work.outer * work.inner * max(1, work.sizes[-1] // 16) < 8 * gpu.sms
     if whole > gpu.shared // 8 or few:
         least = 16 if further or work.inner > 1 else 8
-        parts = (d for d in range(2, mode.q // least + 1) if mode.q % (least * d) == 0)
+        most = min(gpu.sms, mode.q // least)  # more parts would take turns at multiprocessors
+        parts = (d for d in range(2, most + 1) if mode.q % (least * d) == 0)
         yield from itertools.islice((d for d in parts if whole // d < gpu.shared * 3 // 4), 4)
 
 
