@@ -91,7 +91,7 @@ class Visit:
     slabs: int = 0  # states that lie by slabs where all is made at once: grad_y, or that and the gradient of x
     hands_slabs: bool = False  # the gradient of what it reads lies so, which a product makes
     orders: bool = False  # who makes its weight's gradient puts these in order
-    few: bool = False  # by what is made for few samples
+    few: bool = False  # both contractions by the kernels of few samples
 
     @kept
     def turned(self) -> bool:
@@ -457,8 +457,8 @@ def counts_as(batch: int) -> int:
 
 
 def _are_few(ops: Ops, text: str, wanted: int, batch: int) -> bool:
-    """Whether all gradients of a Monarch layer of some hundreds of samples are predicted to take less by what is made
-    for few."""
+    """Whether all gradients of a Monarch layer of some hundreds of samples are predicted to take less by the kernels of
+    few than otherwise."""
     counted = counts_as(batch)
     return ops.us is not None and counted in ASKED[1] and _count_as_few(text, wanted, ops.fits, ops.us, counted)
 

@@ -56,7 +56,7 @@ class Chain:
     through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
     sums: int = 0  # features, if their sums over all samples are made, alone or beside a gradient
     inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
-    few: bool = False  # all gradients of a Monarch layer by what is made for few samples, though they are some
+    few: bool = False  # all gradients of a Monarch layer, of some hundreds of samples, by the kernels of few
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
