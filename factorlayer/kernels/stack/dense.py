@@ -174,8 +174,8 @@ class Dense(Pass):
         sums = 64 * sum(n for _, n in columns) * 6 / 32 / self.gpu.instructions + self.packing_us
         moved = self.sizes[0][0] + (sum(q for _, q in self.sizes) if self.states else self.sizes[-1][1])
         memory = 64 * moved * self.size / (0.9 * self.gpu.memory_bytes)
-        functions = 64 * sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, self.layers, strict=True))
-        functions /= self.gpu.rates.special_functions
+        counted = sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, self.layers, strict=True))
+        functions = 64 * counted / self.gpu.rates.special_functions
         # Of a tile that nothing runs beside
         alone = PRODUCT_US * len(self.layers) + products + sums + FUNCTIONS_ALONE * functions
         busy = max(products + sums, memory, functions)
