@@ -23,8 +23,8 @@ OF_ELEMENT = 6  # instructions of a warp for one of each lane on its way from a 
 # From a warpgroup's products to the operands of the next layer: blocks of 2 to 6 layers of 8 to 32, of one tile, took
 # 2.3 to 2.8 us on one H100 and one H200
 PRODUCT_US = 0.17
-# Times what a multiprocessor takes for activations' functions, of one warpgroup alone: of 75 drawn blocks on one H100, 65
-# are within 30 % with it and with sums counted, 58 were without either
+# Times what a multiprocessor takes for activations' functions, of one warpgroup alone: of 75 drawn blocks on one H100
+# 65 are within 30 % with it and with sums counted, 58 were without either
 FUNCTIONS_ALONE = 3.0
 WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
 OTHER_REGISTERS = 34
