@@ -5,6 +5,7 @@ Plans are made for three sizes of batch; the prediction is what the one that run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +19,7 @@ from factorlayer.autograd.runtime import CompileError, class_of_batch, dtype_nam
 from factorlayer.autograd.stack_ops import is_left_to_cublas, runs, why_auto_is_not_stacked
 from factorlayer.device.gpu import Gpu
 from factorlayer.functional import choose
-from factorlayer.plan.plan import PlanError
+from factorlayer.models.times import plan_us
 from factorlayer.plan.planner import plan_of
 from factorlayer.plan.schemes import schemes
 from factorlayer.stacks.stack import LayerStack, is_joined, why_predicted_apart
@@ -45,12 +46,8 @@ def predicted_us(call: Call) -> float | None:
     for text in _texts(call):
         if text is None:
             return None
-        try:
-            made = plan_of(text, dtype_name(x.dtype), class_of_batch(len(x)), gpu)
-        except PlanError:
-            return None
-        us += sum(each.us_of(len(x)) for each in made.passes)
-    return us
+        us += plan_us(text, len(x), dtype_name(x.dtype), gpu)
+    return us if us < math.inf else None
 
 
 def candidates(sets: list[Call], effort: Effort) -> dict[str, float]:

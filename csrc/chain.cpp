@@ -210,9 +210,9 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 
 // Stages come in the order: inputs, rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
 // a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one, which may have slabs before tf32, or, of two untied ones, few, or with bias alone; or a contraction, slabs, tf32. A turn that is all may be
-// mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both may be all. sums stands
-// alone, or behind either; and behind what is all of these three, a turn may stand.
+// it is one, which may have slabs before tf32, or, of two untied ones, few, or with bias alone; or a contraction, slabs, tf32.
+// A turn that is all may be mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both
+// may be all. sums stands alone, or behind either; and behind what is all of these three, a turn may stand.
 static Chain parse(const std::string& text) {
   check_letters(text);
   if (text.empty()) throw std::invalid_argument("there is no contraction in it");

@@ -40,7 +40,7 @@ from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_sa
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
-from factorlayer.kernels.passes import MOST_OF_SOME
+from factorlayer.kernels.passes import MOST_SOME
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.whole_kronecker import KroneckerWeight
@@ -922,7 +922,7 @@ def test_kernels_ask_for_what_they_read_before_they_wait() -> None:
         assert all("start_next_kernel" in p.source.split("__grid_constant__")[1] for p in more)
 
 
-@pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED, 700, MOST_OF_SOME, MOST_OF_SOME + 1])
+@pytest.mark.parametrize("batch", [LEAST_MIXED - 1, LEAST_MIXED, 700, MOST_SOME, MOST_SOME + 1])
 @pytest.mark.parametrize("learned", [0b1101, 0b101])
 def test_some_samples_of_a_monarch_layer_count_as_few_where_that_is_predicted_to_take_less(
     batch: int, learned: int

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from factorlayer.activations.named import activate
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_OF_SOME
+from factorlayer.kernels.passes import MOST_SOME
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.plan import ASKED, BATCHES
@@ -395,7 +395,7 @@ def _all_terms(
 
 
 def _term(chain: Chain) -> str:
-    """One of a sum's, by itself."""
+    """One of a sum's, by itself: the contractions alone."""
     return Chain(chain.contractions, tf32=chain.tf32).text
 
 
@@ -448,10 +448,11 @@ def visits_of(ops: Ops, text: str, wanted: int, batch: int) -> tuple[Visit, ...]
     return visits(text, wanted, ops.fits_of(batch), batch >= LEAST_MIXED, batch % IN_SLABS == 0, few)
 
 
+@functools.lru_cache(4096)
 def counts_as(batch: int) -> int:
     """Of the middle class of batches, three quarters of the power of two that a number of samples rounds up to; of the
     others, what these are planned for."""
-    if LEAST_MIXED <= batch <= MOST_OF_SOME:
+    if LEAST_MIXED <= batch <= MOST_SOME:
         return next(each for each in ASKED[1] if 3 * batch <= 4 * each)
     return BATCHES[0 if batch < LEAST_MIXED else -1]
 
@@ -466,11 +467,13 @@ def _are_few(ops: Ops, text: str, wanted: int, batch: int) -> bool:
 @functools.lru_cache(1024)
 def _count_as_few(text: str, wanted: int, fits: Callable[[Chain], bool], us: Predicting, batch: int) -> bool:
     chain = Chain.parse(text)
-    few = replace(Chain(chain.contractions, backward=True, tf32=chain.tf32), few=chain.is_monarch)
-    everything = (4 << len(chain.contractions)) - 1 - 3
-    if not few.few or wanted & everything != everything or not fits(few):
+    every_weight = (4 << len(chain.contractions)) - 4
+    if not chain.is_monarch or wanted & every_weight != every_weight:
         return False
-    others = runs(Chain(chain.contractions, tf32=chain.tf32).text, fits, batch, wanted & ~2)
+    few = replace(Chain.parse(_term(chain)), backward=True, few=True)
+    if not fits(few):
+        return False
+    others = runs(_term(chain), fits, batch, wanted & ~2)
     return us(batch)(few.text) < sum(us(samples)(each) for each, samples in others)
 
 

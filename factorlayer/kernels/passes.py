@@ -15,7 +15,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 
 FEW = 16  # samples that plans of up to 64 are made for:
 OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
-MOST_OF_SOME = 2048  # samples of the middle class of batches
+MOST_SOME = 2048  # samples of the middle class of batches
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
 MOST_TENSORS = 61  # of a stack that a kernel is given, and one more for the gradient behind them

@@ -73,14 +73,15 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
         has = has_plan_of_few if samples < LEAST_MIXED else has_plan
 
         def us_of(batch: int) -> Callable[[str], float]:
-            return lambda text: _plan_us(text, batch, dtype, gpu)
+            return lambda text: plan_us(text, batch, dtype, gpu)
 
         asked += runs(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
-    return sum(_plan_us(*each, dtype, gpu) for each in asked)
+    return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 
 @functools.lru_cache(4096)
-def _plan_us(text: str, samples: int, dtype: str, gpu: Gpu) -> float:
+def plan_us(text: str, samples: int, dtype: str, gpu: Gpu) -> float:
+    """Microseconds of the plan that runs so many samples; infinitely many where there is none."""
     try:
         return sum(each.us_of(samples) for each in plan_of(text, dtype, class_of_batch(samples), gpu).passes)
     except PlanError:

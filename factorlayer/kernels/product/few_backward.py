@@ -29,6 +29,7 @@ from factorlayer.kernels.product.few import (
     states_ahead,
     waits_us,
 )
+from factorlayer.kernels.product.streamed import LEAST_OF_SOME
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -40,7 +41,6 @@ TURNED = 32  # columns of states that are turned at once
 # each of a gradient. Fitted to 89 times of each pass, of 56 drawn Monarch layers and 11 others on one H100, with 67 to
 # 2048 samples: 212 of 267 are within 30 %.
 SOME_US, SOME_TIMES, TURNED_US, STORED_US = 0.45, 1.45, 0.9e-6, 1.4e-6
-BATCHES_OF_SOME = 128, 1024  # that tilings for more samples than a few are compared by
 OUTER_CYCLES, STORE_CYCLES = 12, 4  # of a warp's access to states of which gradients are summed, and of a store
 
 
@@ -113,7 +113,9 @@ class FewPass(OfFew, OfMonarch):
         gpu, size, piece = self.gpu, self.size, 16 // self.size
         weight, chunk = self.both[self._by_columns], chunk_of(self.size)
         passes, eights = -(-batch // (8 * self.tiles)), -(-batch // 8)
-        again = passes if self.rounds > 1 or self.some else 1
+        across = passes if self.some else 1  # blocks along x of the grid
+        turns = passes // across  # of a block
+        again = passes if self.rounds > 1 else across
         warps = self.row_tiles * self.ways
         if self.part == "FewStates":
             steps = -(-weight.p // (chunk * self.ways))
@@ -124,7 +126,7 @@ class FewPass(OfFew, OfMonarch):
             of_states = -(-min(eights, self.tiles) // min(self.tiles, piece)) * passes
             loads = piece * (row // self._load(self._by_columns, row) * again + of_states)
             tile = 8 * self.each * passes * 8 * self.tiles
-        units = self.row_tiles * (passes if self.some else 1)
+        units = self.row_tiles * across
         share = 1 / gpu.sms if self.part == "FewLast" else share_of(units, gpu)
         products = warps * steps * chunk * tile
         busy = busy_us(gpu, self.dtype, weight.weight_size * size, warps * steps * loads, products, share)
@@ -138,11 +140,11 @@ class FewPass(OfFew, OfMonarch):
                 made = self.both[which].weight_size * size
                 busy += cycles / (gpu.rates.cycles * spread)
                 busy += max(made / (gpu.memory_bytes * gpu.sms), made / (gpu.l2_bytes * spread))
-        waits = (1 if self.some else passes) * -(-steps // states_ahead(self._at_once, self.tiles, self._by_elements))
+        waits = turns * -(-steps // states_ahead(self._at_once, self.tiles, self._by_elements))
         tiles = -(-units // (gpu.sms * self.blocks))
         rows = 16 * self.height if self.part == "FewStates" else 8 * self.each
         cells = min(8 * eights, 8 * self.tiles) * rows // piece
-        adds = (1 if self.some else passes) * -(-cells // self.threads) * self.ways * piece * max(4, size) // 16
+        adds = turns * -(-cells // self.threads) * self.ways * piece * max(4, size) // 16
         us = BEGIN_US + HELD_US * self.held + busy + waits_us(gpu, tiles, waits, adds)
         return gpu.rates.behind_us + (self._us_of_some(us, batch) if self.some else us)
 
@@ -256,7 +258,7 @@ class FewPass(OfFew, OfMonarch):
     @property
     def _least_across(self) -> int:
         """Blocks along x of the grid, at least."""
-        return 65 // (8 * self.tiles) + 1 if self.some else 1
+        return -(-(MOST_SAMPLES + 1) // (8 * self.tiles)) if self.some else 1
 
     @property
     def _has_more_tiles(self) -> bool:
@@ -284,9 +286,9 @@ class FewPass(OfFew, OfMonarch):
     def _staged(self) -> int:
         """Bytes of gradients' tiles of a block on their way through shared memory."""
         if self.share > 1:
-            columns, piece, each = self.strips * chunk_of(self.size), 16 // self.size, max(4, self.size)
-            line = columns + 8 + columns // piece * 16 // each
-            return self.ways // self.share * (self.share * 16 * self.height * line * each + 16)
+            eights, piece = self.strips * chunk_of(self.size) // 8, 16 // self.size
+            of_tile = bytes_of_totals(16 * self.height, eights, self.share, self.size, piece, by_samples=True)
+            return self.ways // self.share * of_tile
         return self.ways * 16 * self.height * (64 * self.strips + 64)
 
     @property
@@ -373,7 +375,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
     found = []
     for template in ("FewStates", "FewBack", "FewLast"):
         ways = _passes(template, chain, dtype, gpu, batch > MOST_SAMPLES)
-        batches = few_samples(batch) if batch <= MOST_SAMPLES else BATCHES_OF_SOME
+        batches = few_samples(batch) if batch <= MOST_SAMPLES else (LEAST_OF_SOME, batch)
         plan = min(ways, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
         if not plan:
             return None

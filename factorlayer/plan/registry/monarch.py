@@ -9,7 +9,7 @@ from factorlayer.kernels.monarch import (
     slab_backward,
     untied_backward,
 )
-from factorlayer.kernels.passes import MOST_OF_SOME
+from factorlayer.kernels.passes import MOST_SOME
 from factorlayer.kernels.product import few_backward
 from factorlayer.plan.registry.family import MANY, ON_TABLES, Family, Margin, Takes
 
@@ -55,7 +55,7 @@ FEW_BACKWARD = Family(
     few_backward.all_gradients,
     (few_backward.FewPass,),
     "few-samples",
-    Takes(factors=(2, 2), tied=False, samples=(1, MOST_OF_SOME)),
+    Takes(factors=(2, 2), tied=False, samples=(1, MOST_SOME)),
     named="few backward",
 )
 MONARCH_PAIRS = Family(

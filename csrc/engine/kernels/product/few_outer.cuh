@@ -5,8 +5,8 @@
 #include "kernels/product/few_words.cuh"
 
 // Gradients of the weights of all groups, from states that have `samples` side by side, a multiple of 8 of them: G
-// [group][Q][samples] and X [group][P][samples]. SHARE warps of a block each have tiles of HEIGHT times 16 rows and STRIPS *
-// kChunk columns, and every SHARE-th chunk of samples each: they add up in shared memory. Tiles are stored by runs of RUN: where
+// [group][Q][samples] and X [group][P][samples]. SHARE warps have tiles of HEIGHT times 16 rows and STRIPS * kChunk columns
+// together, and every SHARE-th chunk of samples each: they add up in shared memory. Tiles are stored by runs of RUN: where
 // these are short, by way of shared memory, so that lanes side by side store whole sectors. AHEAD: one chunk of samples is
 // multiplied while the next one is on its way; without, registers go to more warps instead.
 template <class Math, int P, int Q, int HEIGHT, int STRIPS, int RUN, bool AHEAD, int SHARE>
