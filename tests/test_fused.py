@@ -71,6 +71,14 @@ PHASES_CASES = [
     Case(monarch((40, 64), (32, 40), rank=2), 19),
 ]
 
+# Fewer samples than threads, or an odd one more: threads share a layer's phases, of units, of columns and interleaved.
+SHARED_CASES = [
+    Case(kronecker((24, 8, 8, 40), (40, 8, 8, 24), rank=2), 1, True, "gelu"),
+    Case(kronecker((60, 2, 3, 90), (41, 3, 2, 80), rank=3), 1, False),
+    Case(kronecker((64, 48, 40), (48, 64, 24)), 3, True, "tanh"),
+    Case(kronecker((8, 6, 16, 24, 8), (8, 6, 16, 24, 8), rank=2), 3, True),
+]
+
 # The rule
 
 
@@ -238,6 +246,19 @@ def test_repeated_runs_are_bitwise_equal(case: Case, dtype: torch.dtype, threads
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_rule_with_threads(case: Case, threads: int) -> None:
     check_rule(case, torch.float32, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_samples_that_threads_share(case: Case, dtype: torch.dtype, threads: int) -> None:
+    """By the rule, and with the same bits in every run: whoever comes first takes what is left."""
+    check_rule(case, dtype, threads=threads)
+    torch.set_num_threads(threads)
+    inputs = draw_inputs(case, dtype, seed=0)
+    first = results(case, inputs, "fused")
+    for _ in range(3):
+        assert_bitwise(results(case, inputs, "fused"), first)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

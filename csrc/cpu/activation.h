@@ -29,6 +29,14 @@ template <class T> class Activation {
     if (program_) program_.forward(rows * features_, y);
   }
 
+  bool does_nothing() const { return !named_ && !bias_ && !program_; }
+  // The same of some features of a row, which y has.
+  void forward_part(int64_t first, int64_t count, T* y) const {
+    const auto row = named_ ? named_->forward : activate<T, activation_identity>;
+    if (named_ || bias_) row(count, bias_ ? bias_ + first : nullptr, y);
+    if (program_) program_.forward(count, y);
+  }
+
   // grad *= f'(z + bias); where `sums` are given, the parameters' gradients are added to them. May write to z.
   void backward(int64_t rows, T* z, T* grad, double* sums) const {
     for_rows(rows, [&](int64_t at, int64_t count) {

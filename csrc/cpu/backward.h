@@ -28,9 +28,9 @@ template <class T, class S> class Backward {
 
   // The buffers of one task.
   struct Buffers {
-    T *rows[2], *between[2], *x, *sum;
+    T *rows[2], *between[2], *x, *sum;  // `sum`: of the first worker, behind which lie the others'
     double *total, *row_sum;
-    Scratch<T> scratch;
+    Workers<T> workers;
     std::vector<Kept> kept;
   };
 
@@ -46,13 +46,15 @@ template <class T, class S> class Backward {
   int64_t sums_size_ = 0, row_sum_size_ = 0;
   int64_t blocks_per_flush_;
   bool flushes_ = false;
-  T* sums_;                   // [tasks, sums_size]: of the last few blocks
+  const int64_t places_;      // of sums: a worker's of a task each
+  T* sums_;                   // [places, sums_size]: of the last few blocks
   double* totals_ = nullptr;  // the same: of all blocks before and of parameters, where sums are flushed
 
  public:
   Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
       : run_(problem, true, threads), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
-        grad_inputs_(inputs_of(problem, gradients)), count_(int64_t(layers_.size())), first_(wants_x() ? 0 : count_) {
+        grad_inputs_(inputs_of(problem, gradients)), count_(int64_t(layers_.size())), first_(wants_x() ? 0 : count_),
+        places_(run_.tasks * run_.workers) {
     void* const* at = gradients.data() + 1;
     double multiply_adds = 1;
     for (int64_t l = 0; l < count_; ++l) {
@@ -68,18 +70,19 @@ template <class T, class S> class Backward {
     // As often as costs a few percent of the work at most.
     blocks_per_flush_ = std::clamp<int64_t>(int64_t(2048 * double(sums_size_) / multiply_adds), 1, 16);
     flushes_ |= run_.blocks > run_.tasks * blocks_per_flush_;
-    sums_ = Arena<T>(Purpose::sums, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
-    if (flushes_) totals_ = Arena<double>(Purpose::totals, run_.tasks * sums_size_).take(run_.tasks * sums_size_);
+    sums_ = Arena<T>(Purpose::sums, places_ * sums_size_).take(places_ * sums_size_);
+    if (flushes_) totals_ = Arena<double>(Purpose::totals, places_ * sums_size_).take(places_ * sums_size_);
   }
 
   void run(const Parallel& parallel) {
-    parallel(run_.tasks, [&](int64_t task) { run_task(task); });
+    const auto of_task = [&](int64_t task) { run_task(task, parallel); };
+    run_.tasks == 1 ? of_task(0) : parallel(run_.tasks, of_task);
     constexpr int64_t kPiece = 4096;  // elements of the sums that are added up at a time
-    if (flushes_ || run_.tasks > 1)
+    if (flushes_ || places_ > 1)
       parallel((sums_size_ + kPiece - 1) / kPiece, [&](int64_t piece) {
         const int64_t from = piece * kPiece, count = std::min(kPiece, sums_size_ - from);
         double whole[kPiece] = {};
-        for (int64_t at = from; at < run_.tasks * sums_size_; at += sums_size_)
+        for (int64_t at = from; at < places_ * sums_size_; at += sums_size_)
           flushes_ ? add(count, totals_ + at, whole) : add(count, sums_ + at, whole);
         std::copy(whole, whole + count, sums_ + from);
       });
@@ -124,7 +127,7 @@ template <class T, class S> class Backward {
       wanted.stages.push_back(wants);
       if (!wants) continue;
       wanted.earliest = std::min(wanted.earliest, i);
-      if (run_.blocks == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
+      if (run_.blocks == 1 && run_.workers == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
         wanted.whole[i] = static_cast<T*>(gradients[c.weight]);
         continue;
       }
@@ -143,35 +146,37 @@ template <class T, class S> class Backward {
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T, S>& layer = layers_[l];
       Kept& kept = b.kept.emplace_back();
-      kept.states = layer.make_states(samples, true, take);
+      kept.states = layer.make_states(samples, true, take, run_.workers);
       kept.z = take(layer.out * samples);
       kept.y = l + 1 < count_ ? take(layer.out * samples) : nullptr;
       for (const Phase& phase : layer.phases)
         if (phase.last < layer.stages) largest = std::max(largest, phase.out * phase.slabs);
     }
     for (T*& between : b.between) between = take(largest * samples);
-    b.scratch = {take(run_.scratch_size), take(kPackedSize<T>)};
+    b.workers.take(run_.workers, run_.scratch_size, take);
     b.row_sum = reinterpret_cast<double*>(take(row_sum_size_ * int64_t(sizeof(double) / sizeof(T))));
     return b;
   }
 
-  void run_task(int64_t task) {
+  void run_task(int64_t task, const Parallel& parallel) {
     Buffers b;
     in_memory<T>(Purpose::block, [&](auto&& take) { b = make_buffers(take); });
-    b.sum = sums_ + task * sums_size_;
-    b.total = totals_ + task * sums_size_;
-    std::fill(b.sum, b.sum + sums_size_, T(0));
-    if (flushes_) std::fill(b.total, b.total + sums_size_, 0.0);
+    const int64_t size = run_.workers * sums_size_;
+    b.sum = sums_ + task * size;
+    b.total = totals_ + task * size;
+    std::fill(b.sum, b.sum + size, T(0));
+    if (flushes_) std::fill(b.total, b.total + size, 0.0);
     int64_t unflushed = 0;
     auto flush = [&] {
-      add(sums_size_, b.sum, b.total);
-      std::fill(b.sum, b.sum + sums_size_, T(0));
+      add(size, b.sum, b.total);
+      std::fill(b.sum, b.sum + size, T(0));
       unflushed = 0;
     };
     run_.for_blocks(task, [&](int64_t first, int64_t count) {
       if (unflushed == blocks_per_flush_) flush();
       go_forward(first, count, b);
       go_back(first, count, b);
+      b.workers.finish(parallel);
       ++unflushed;
     });
     if (flushes_) flush();
@@ -180,19 +185,19 @@ template <class T, class S> class Backward {
   // Keeps what gradients need of a block.
   void go_forward(int64_t first, int64_t count, Buffers& b) const {
     if (!reach_) return;
-    const T* rows = run_.read_x(first, count, b.x);
+    const T* rows = run_.read_x(first, count, b.x, b.workers);
     for (int64_t l = 0; l < reach_; ++l) {
       const Layer<T, S>& layer = layers_[l];
       Kept& kept = b.kept[l];
       kept.x = rows, kept.has_states = false;
       if (l < first_) {
-        layer.forward(count, rows, kept.y, kept.states, b.scratch);
+        layer.forward(count, rows, kept.y, kept.states, b.workers);
         rows = kept.y;
         continue;
       }
       const bool ends = l + 1 == reach_;
       if (ends && !layer.activation) return;  // its states are made on the way back
-      layer.contract_all(count, rows, kept.z, kept.states, b.scratch);
+      layer.contract_all(count, rows, kept.z, kept.states, b.workers);
       kept.has_states = layer.chain.rank == 1;
       if (ends) return;
       T* y = layer.activation ? kept.y : kept.z;
@@ -223,16 +228,20 @@ template <class T, class S> class Backward {
 
   void go_back(int64_t first, int64_t count, const Buffers& b) const {
     if (first_ == count_) return;
-    const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2]);
+    const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2], b.workers);
     for (int64_t l = count_; l-- > first_;) {
       const Layer<T, S>& layer = layers_[l];
       if (layer.activation) {  // g *= its derivative at z + bias
         T* own = b.rows[(l + 1) % 2];
-        if (g != own) std::copy(g, g + count * layer.out, own), g = own;
-        const int64_t parameters = wanted_[l].parameters;
-        layer.activation.backward(count, b.kept[l].z, own, parameters < 0 ? nullptr : b.total + parameters);
+        b.workers.once([=, this, &layer, &b] {
+          if (g != own) std::copy(g, g + count * layer.out, own);
+          const int64_t parameters = wanted_[l].parameters;
+          layer.activation.backward(count, b.kept[l].z, own, parameters < 0 ? nullptr : b.total + parameters);
+        });
+        g = own;
       }
-      if (wanted_[l].bias) add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset);
+      if (wanted_[l].bias)
+        b.workers.once([=, this, &layer, &b] { add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset); });
       const bool passes = l > first_ || wants_x();
       if (!passes && wanted_[l].earliest == layer.stages) return;
       const bool apart = l || grad_inputs_;
@@ -245,8 +254,8 @@ template <class T, class S> class Backward {
       if (!passes) return;
       g = gx;
     }
-    if (grad_inputs_) return run_.write_inputs(grad_inputs_, first, count, g);
-    write_rows<T, S>(grad_x_, first, count, run_.in, g);
+    if (grad_inputs_) return b.workers.once([=, this] { run_.write_inputs(grad_inputs_, first, count, g); });
+    write_rows<T, S>(grad_x_, first, count, run_.in, g, b.workers);
   }
 
   // The phases of term r, from the last to the first one needed; gx is null where it is not wanted.
@@ -256,7 +265,7 @@ template <class T, class S> class Backward {
     const int64_t phases = int64_t(layer.phases.size());
     int64_t reach = phases;  // behind the last phase of which a weight's gradient is wanted, whose x has to be there
     while (reach && !wants_of(l, layer.phases[reach - 1], 0)) --reach;
-    if (!kept.has_states && reach) layer.run_term(r, reach - 1, count, kept.x, nullptr, kept.states, b.scratch);
+    if (!kept.has_states && reach) layer.run_term(r, reach - 1, count, kept.x, nullptr, kept.states, b.workers);
     for (int64_t i = phases; i--;) {
       const bool needed = gx || wanted_[l].earliest < layer.phases[i].first;  // the gradient of the phase's x
       T* to = !needed ? nullptr : i ? b.between[i % 2] : gx;
@@ -280,19 +289,21 @@ template <class T, class S> class Backward {
                const Buffers& b) const {
     const Layer<T, S>& layer = layers_[l];
     const Phase& phase = layer.phases[which];
-    const typename States<T>::OfChunk& own = b.kept[l].states.chunk[which];
     const bool one_chunk = layer.phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
     const bool has_states = b.kept[l].has_states && one_chunk;
     const bool needs_x = wants_of(l, phase, 0), needs_states = wants_of(l, phase, 1);
-    phase.template for_chunks<T>(count, [&](const Chunk& chunk) {
+    b.workers.for_chunks(phase, count, [=, this, &layer, &phase, &b](const Chunk& chunk, int64_t worker) {
+      const typename States<T>::OfChunk& own = b.kept[l].states.chunk[worker][which];
       const bool is_there = has_states && !phase.in_place();
       const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : phase.gather(chunk, phase.in, x, own.x);
       const T* chunk_g = phase.gather(chunk, phase.out, g, own.grad_y);
       T* chunk_gx = !gx ? nullptr : phase.in_place() ? gx + chunk.unit * phase.in : own.grad_x;
       for (int64_t r = from; r < to; ++r) {
         if (!has_states && needs_states)
-          layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, b.scratch);
-        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, r > from || (adds && phase.in_place()), own.after, b);
+          layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, b.workers.scratch[worker]);
+        const bool adds_here = r > from || (adds && phase.in_place());
+        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, adds_here, own.after, b.sum + worker * sums_size_,
+                b.workers.scratch[worker]);
       }
       if (gx && !phase.in_place()) phase.scatter(chunk, phase.in, chunk_gx, gx, adds);
     });
@@ -300,7 +311,7 @@ template <class T, class S> class Backward {
 
   // The contractions of a chunk and term r, from the last to the first one needed.
   void go_back(int64_t l, const Phase& phase, const Chunk& chunk, int64_t r, const T* x, const T* g, T* gx, bool adds,
-               const std::vector<T*>& after, const Buffers& b) const {
+               const std::vector<T*>& after, T* sums, const Scratch<T>& scratch) const {
     const Layer<T, S>& layer = layers_[l];
     const Wanted& wanted = wanted_[l];
     for (int64_t i = phase.size(); i--;) {
@@ -308,14 +319,14 @@ template <class T, class S> class Backward {
       const int64_t whole = phase.first + i;
       if (wanted.stages[whole]) {
         T* const gradient = wanted.whole[whole];
-        T* sum = (gradient ? gradient : b.sum + wanted.offset[whole]) + r * c.weight_size();
+        T* sum = (gradient ? gradient : sums + wanted.offset[whole]) + r * c.weight_size();
         const bool first = gradient && chunk.unit == 0 && chunk.column == 0;
-        contract_grad_w<T>(c, chunk.block, g, i ? after[i - 1] : x, sum, !first, b.scratch.elements, b.scratch.packed);
+        contract_grad_w<T>(c, chunk.block, g, i ? after[i - 1] : x, sum, !first, scratch.elements, scratch.packed);
       }
       if (whole <= wanted.earliest && !gx) return;
       T* to = i ? after[i - 1] : gx;  // a state is used up once its weight gradient is taken
-      contract_grad_x<T>(c, chunk.block, layer.weights[r * layer.stages + whole], g, to, adds && i == 0, b.scratch.elements,
-                         b.scratch.packed);
+      contract_grad_x<T>(c, chunk.block, layer.weights[r * layer.stages + whole], g, to, adds && i == 0, scratch.elements,
+                         scratch.packed);
       g = to;
     }
   }

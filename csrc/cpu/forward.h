@@ -4,24 +4,26 @@ template <class T, class S>
 void run_forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {
   const Run<T, S> run(problem, false, threads);
   const int64_t rows_size = run.widest * run.samples, last = int64_t(run.layers.size()) - 1;
-  parallel(run.tasks, [&](int64_t task) {
+  const auto run_task = [&](int64_t task) {
     T* rows[2];
-    Scratch<T> scratch;
+    Workers<T> workers;
     std::vector<States<T>> states;
     in_memory<T>(Purpose::block, [&](auto&& take) {
       rows[0] = take(rows_size), rows[1] = take(rows_size);
-      scratch = {take(run.scratch_size), take(kPackedSize<T>)};
+      workers.take(run.workers, run.scratch_size, take);
       states.clear();
-      for (const Layer<T, S>& layer : run.layers) states.push_back(layer.make_states(run.samples, false, take));
+      for (const Layer<T, S>& layer : run.layers) states.push_back(layer.make_states(run.samples, false, take, run.workers));
     });
     run.for_blocks(task, [&](int64_t first, int64_t count) {
-      const T* x = run.read_x(first, count, rows[1]);
+      const T* x = run.read_x(first, count, rows[1], workers);
       for (int64_t i = 0; i <= last; ++i) {
         T* to = i < last ? rows[i % 2] : output_rows<T, S>(y, first, run.out, rows[i % 2]);
-        run.layers[i].forward(count, x, to, states[i], scratch);
+        run.layers[i].forward(count, x, to, states[i], workers);
         x = to;
       }
-      write_rows<T, S>(y, first, count, run.out, x);
+      write_rows<T, S>(y, first, count, run.out, x, workers);
+      workers.finish(parallel);
     });
-  });
+  };
+  run.tasks == 1 ? run_task(0) : parallel(run.tasks, run_task);
 }

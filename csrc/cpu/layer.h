@@ -7,9 +7,57 @@ template <class T, class U> void add(int64_t n, const T* from, U* to) {
   for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
-// What every contraction of a task may use: contract_scratch() elements, and kPackedSize.
+// What every contraction of a worker may use: contract_scratch() elements, and kPackedSize.
 template <class T> struct Scratch {
   T *elements, *packed;
+};
+
+// Who works on a block: one, at once, or, where there are fewer samples than fill all threads, several, in steps that are put down
+// first. In a step each has a share of a phase's chunks, or of numbers, the same whoever comes to do it, so that sums are of the
+// same numbers. What is handed over has to have what it needs by value.
+template <class T> class Workers {
+  mutable std::vector<std::function<void(int64_t)>> steps_;
+
+ public:
+  std::vector<Scratch<T>> scratch;  // of each
+
+  template <class Take> void take(int64_t count, int64_t size, Take&& take) {
+    scratch.clear();
+    for (int64_t i = 0; i < count; ++i) scratch.push_back({take(size), take(kPackedSize<T>)});
+  }
+  int64_t count() const { return int64_t(scratch.size()); }
+
+  // f(first, behind the last one, worker) of n things, in whole pieces
+  template <class F> void share(int64_t n, int64_t piece, F&& f) const {
+    const int64_t workers = count(), pieces = (n + piece - 1) / piece;
+    if (workers == 1) return f(int64_t(0), n, int64_t(0));
+    steps_.push_back([=](int64_t i) { f(pieces * i / workers * piece, std::min(pieces * (i + 1) / workers * piece, n), i); });
+  }
+  // f(chunk, worker) for all of so many samples
+  template <class F> void for_chunks(const Phase& phase, int64_t samples, F&& f) const {
+    share(phase.chunks(samples), 1, [=, &phase](int64_t first, int64_t end, int64_t worker) {
+      for (int64_t i = first; i < end; ++i) f(phase.chunk<T>(i, samples), worker);
+    });
+  }
+  // f(first, count) for numbers that lie together
+  template <class F> void for_numbers(int64_t n, F&& f) const {
+    share(n, 64, [=](int64_t first, int64_t end, int64_t) { if (first < end) f(first, end - first); });
+  }
+  // f(), by one of them
+  template <class F> void once(F&& f) const {
+    if (count() == 1) return f();
+    steps_.push_back([=](int64_t i) { if (i == 0) f(); });
+  }
+
+  // Does what has been put down.
+  void finish(const Parallel& parallel) const {
+    if (steps_.empty()) return;
+    Team team(count());
+    parallel(count(), [&](int64_t member) {
+      team.run(member, int64_t(steps_.size()), [&](int64_t step, int64_t worker) { steps_[step](worker); });
+    });
+    steps_.clear();
+  }
 };
 
 template <class T, class S> constexpr bool kConverts = !std::is_same<T, S>::value;
@@ -21,23 +69,33 @@ const T* read_rows(const void* tensor, int64_t first, int64_t count, int64_t fea
   if constexpr (kConverts<T, S>) return read(count * features, from, rows), rows;
   else return from;
 }
+template <class T, class S>
+const T* read_rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows, const Workers<T>& by) {
+  if constexpr (!kConverts<T, S>) return read_rows<T, S>(tensor, first, count, features, rows);
+  const S* from = static_cast<const S*>(tensor) + first * features;
+  by.for_numbers(count * features, [=](int64_t at, int64_t n) { read(n, from + at, rows + at); });
+  return rows;
+}
 // Where rows of an output are computed: in place, or in `rows` until write_rows converts them.
 template <class T, class S> T* output_rows(void* tensor, int64_t first, int64_t features, T* rows) {
   if constexpr (kConverts<T, S>) return rows;
   else return static_cast<T*>(tensor) + first * features;
 }
 template <class T, class S>
-void write_rows(void* tensor, int64_t first, int64_t count, int64_t features, const T* rows) {
-  if constexpr (kConverts<T, S>) write(count * features, rows, static_cast<S*>(tensor) + first * features);
+void write_rows(void* tensor, int64_t first, int64_t count, int64_t features, const T* rows, const Workers<T>& by) {
+  if constexpr (!kConverts<T, S>) return;
+  S* to = static_cast<S*>(tensor) + first * features;
+  by.for_numbers(count * features, [=](int64_t at, int64_t n) { write(n, rows + at, to + at); });
 }
 
-// A task's memory for a layer: of each phase the states of a chunk, and behind all but the last one those of a block.
+// A task's memory for a layer: of each worker and phase the states of a chunk, and behind all phases but the last one those of a
+// block.
 template <class T> struct States {
   struct OfChunk {
     T *x, *y, *grad_y, *grad_x;  // brought together, where a chunk is not done in place
     std::vector<T*> after;       // behind each contraction but the last
   };
-  std::vector<OfChunk> chunk;
+  std::vector<std::vector<OfChunk>> chunk;
   std::vector<T*> between;
 };
 
@@ -46,16 +104,16 @@ template <class T, class S> struct Layer {
   std::vector<Group> groups;
   Chain chain;  // with one contraction for each group
   int64_t in, out, stages;
-  typename Phases<T>::Cut cut;
+  typename Phases<T>::Known cut;
   const std::vector<Phase>& phases;
   Activation<T> activation;                  // behind the bias
   std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
 
-  Layer(const Chain& given, const void* const* tensors_, int64_t samples, bool backward)
+  Layer(const Chain& given, const void* const* tensors_, int64_t samples, bool backward, int64_t workers = 1)
       : tensors(tensors_), groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
         chain(with(given, groups)), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())),
-        cut(Phases<T>::of(chain.contractions, samples, backward)), phases(*cut) {}
+        cut(Phases<T>::of(chain.contractions, samples, backward, workers)), phases(cut->phases) {}
 
   static Chain with(Chain chain, const std::vector<Group>& groups) {
     chain.contractions.clear();
@@ -132,24 +190,28 @@ template <class T, class S> struct Layer {
 
   // take(elements) gives memory, in the same order every time. `keeps`: every state of a chunk has a place of its own, as
   // have those of its gradients.
-  template <class Take> States<T> make_states(int64_t samples, bool keeps, Take&& take) const {
+  template <class Take> States<T> make_states(int64_t samples, bool keeps, Take&& take, int64_t workers = 1) const {
     States<T> states;
+    states.chunk.resize(size_t(workers));
     for (const Phase& phase : phases) {
-      const auto size = [&](int64_t numbers) { return phase.units * numbers / phase.inner * phase.columns; };
-      const bool moved = !phase.in_place();
-      typename States<T>::OfChunk& chunk = states.chunk.emplace_back();
-      chunk.x = moved ? take(size(phase.in)) : nullptr, chunk.y = moved ? take(size(phase.out)) : nullptr;
-      chunk.grad_y = moved && keeps ? take(size(phase.out)) : nullptr;
-      chunk.grad_x = moved && keeps ? take(size(phase.in)) : nullptr;
-      int64_t largest = 0;
-      for (int64_t i = 0; i + 1 < phase.size(); ++i) largest = std::max(largest, out_of(phase.contractions[i]));
-      for (int64_t i = 0; i + 1 < phase.size(); ++i)
-        chunk.after.push_back(keeps   ? take(size(out_of(phase.contractions[i])))
-                              : i < 2 ? take(size(largest))
-                                      : chunk.after[i - 2]);
+      for (auto& of_worker : states.chunk) of_worker.push_back(make_chunk(phase, keeps, take));
       if (phase.last < stages) states.between.push_back(take(phase.out * phase.slabs * samples));
     }
     return states;
+  }
+  template <class Take> typename States<T>::OfChunk make_chunk(const Phase& phase, bool keeps, Take&& take) const {
+    const auto size = [&](int64_t numbers) { return phase.units * numbers / phase.inner * phase.columns; };
+    const bool moved = !phase.in_place();
+    typename States<T>::OfChunk chunk{};
+    if (moved) chunk.x = take(size(phase.in)), chunk.y = take(size(phase.out));
+    if (moved && keeps) chunk.grad_y = take(size(phase.out)), chunk.grad_x = take(size(phase.in));
+    int64_t largest = 0;
+    for (int64_t i = 0; i + 1 < phase.size(); ++i) largest = std::max(largest, out_of(phase.contractions[i]));
+    for (int64_t i = 0; i + 1 < phase.size(); ++i)
+      chunk.after.push_back(keeps   ? take(size(out_of(phase.contractions[i])))
+                            : i < 2 ? take(size(largest))
+                                    : chunk.after[i - 2]);
+    return chunk;
   }
   int64_t scratch_size() const {
     int64_t size = 0;
@@ -173,15 +235,15 @@ template <class T, class S> struct Layer {
 
   // A phase of the terms from .. to - 1, of rows x to rows (+)= y.
   void run(int64_t which, int64_t samples, int64_t from, int64_t to, const T* x, T* y, bool adds, const States<T>& states,
-           const Scratch<T>& scratch) const {
+           const Workers<T>& workers) const {
     const Phase& phase = phases[which];
-    const typename States<T>::OfChunk& own = states.chunk[which];
-    phase.template for_chunks<T>(samples, [&](const Chunk& chunk) {
+    workers.for_chunks(phase, samples, [=, this, &phase, &states, &workers](const Chunk& chunk, int64_t worker) {
+      const typename States<T>::OfChunk& own = states.chunk[worker][which];
       const T* chunk_x = phase.gather(chunk, phase.in, x, own.x);
       T* chunk_y = phase.in_place() ? y + chunk.unit * phase.out : own.y;
       for (int64_t r = from; r < to; ++r) {
         const bool adds_here = r > from || (adds && phase.in_place());
-        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, adds_here, scratch);
+        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, adds_here, workers.scratch[worker]);
       }
       if (!phase.in_place()) phase.scatter(chunk, phase.out, chunk_y, y, adds);
     });
@@ -189,23 +251,32 @@ template <class T, class S> struct Layer {
 
   // The first `count` phases of term r, whose results go to states.between, or to y.
   void run_term(int64_t r, int64_t count, int64_t samples, const T* x, T* y, const States<T>& states,
-                const Scratch<T>& scratch) const {
+                const Workers<T>& workers) const {
     for (int64_t i = 0; i < count; ++i) {
       const bool last = i + 1 == int64_t(phases.size());
       T* to = last ? y : states.between[i];
-      run(i, samples, r, r + 1, x, to, last && r > 0, states, scratch);
+      run(i, samples, r, r + 1, x, to, last && r > 0, states, workers);
       x = to;
     }
   }
 
   // From rows x to rows y, before the bias.
-  void contract_all(int64_t samples, const T* x, T* y, const States<T>& states, const Scratch<T>& scratch) const {
-    if (phases.size() == 1) return run(0, samples, 0, chain.rank, x, y, false, states, scratch);
-    for (int64_t r = 0; r < chain.rank; ++r) run_term(r, int64_t(phases.size()), samples, x, y, states, scratch);
+  void contract_all(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {
+    if (phases.size() == 1) return run(0, samples, 0, chain.rank, x, y, false, states, workers);
+    for (int64_t r = 0; r < chain.rank; ++r) run_term(r, int64_t(phases.size()), samples, x, y, states, workers);
   }
 
-  void forward(int64_t samples, const T* x, T* y, const States<T>& states, const Scratch<T>& scratch) const {
-    contract_all(samples, x, y, states, scratch);
-    activation.forward(samples, y);
+  void forward(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {
+    contract_all(samples, x, y, states, workers);
+    activate_all(samples, y, workers);
+  }
+
+  // Bias and activation of rows; several workers have some features each.
+  void activate_all(int64_t samples, T* y, const Workers<T>& workers) const {
+    if (workers.count() == 1) return activation.forward(samples, y);
+    if (activation.does_nothing()) return;
+    workers.for_numbers(out, [=, this](int64_t first, int64_t count) {
+      for (int64_t n = 0; n < samples; ++n) activation.forward_part(first, count, y + n * out + first);
+    });
   }
 };

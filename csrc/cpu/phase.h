@@ -21,6 +21,8 @@ constexpr double kFarCost = 0.1, kStridedCost = 0.14, kPagesCost = 0.25, kCopyCo
 constexpr double kNever = 1e30;
 constexpr int64_t kMostTogether = 8;  // contractions of a phase that is not all of a layer
 constexpr size_t kMostKnown = 1024;   // ways to cut chains that a thread remembers
+constexpr double kMeetCost = 3e3;     // that workers wait for each other behind a phase,
+constexpr double kForkCost = 30e3;    // and that threads begin together and end together
 
 struct Chunk {
   int64_t unit, units;      // the first one, and how many
@@ -51,14 +53,13 @@ struct Phase {
     return {interleaved ? whole_vectors<T>(count) : count, interleaved, count};
   }
 
-  // f(chunk) for all of so many samples
-  template <class T, class F> void for_chunks(int64_t samples, F&& f) const {
-    const int64_t all = samples * slabs;
-    for (int64_t unit = 0; unit < all; unit += units) {
-      const int64_t count = std::min(units, all - unit);
-      for (int64_t column = 0; column < inner; column += columns)
-        f(Chunk{unit, count, column, std::min(columns, inner - column), block<T>(count)});
-    }
+  // Of so many samples
+  int64_t chunks(int64_t samples) const { return (samples * slabs + units - 1) / units * chunks_of_unit(); }
+  int64_t chunks_of_unit() const { return (inner + columns - 1) / columns; }
+  template <class T> Chunk chunk(int64_t i, int64_t samples) const {
+    const int64_t unit = i / chunks_of_unit() * units, column = i % chunks_of_unit() * columns;
+    const int64_t count = std::min(units, samples * slabs - unit);
+    return {unit, count, column, std::min(columns, inner - column), block<T>(count)};
   }
 
   // A chunk of rows with `size` numbers a unit: where it lies, or brought together in `local`. Units beyond those that are
@@ -101,33 +102,40 @@ struct Phase {
   }
 };
 
+// A way to cut a layer, and the cycles that it takes.
+struct Cut {
+  std::vector<Phase> phases;
+  double cost;
+};
+
 // Cuts a layer's contractions so that what they cost is least: of all ways to cut, by what is cheapest for the first ones.
+// Each phase's chunks are shared by so many workers.
 template <class T> class Phases {
   const std::vector<Contraction>& all_;
-  const int64_t samples_;
+  const int64_t samples_, workers_;
   const bool backward_;
   static constexpr int64_t L = kLanes<T>;
 
  public:
   // Made once for a chain, whose contractions and number of samples come again and again.
-  using Cut = std::shared_ptr<const std::vector<Phase>>;
-  static Cut of(const std::vector<Contraction>& contractions, int64_t samples, bool backward) {
+  using Known = std::shared_ptr<const Cut>;
+  static Known of(const std::vector<Contraction>& contractions, int64_t samples, bool backward, int64_t workers) {
     using Key = std::vector<int64_t>;
-    thread_local std::map<Key, Cut> known;
-    Key key{samples, backward};
+    thread_local std::map<Key, Known> known;
+    Key key{samples, backward, workers};
     for (const Contraction& c : contractions) key.insert(key.end(), {c.tied, c.outer, c.p, c.q, c.inner});
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     if (known.size() == kMostKnown) known.clear();
-    const auto made = std::make_shared<const std::vector<Phase>>(Phases(contractions, samples, backward).best());
+    const auto made = std::make_shared<const Cut>(Phases(contractions, samples, backward, workers).best());
     return known.emplace(std::move(key), made).first->second;
   }
 
  private:
-  Phases(const std::vector<Contraction>& contractions, int64_t samples, bool backward)
-      : all_(contractions), samples_(samples), backward_(backward) {}
+  Phases(const std::vector<Contraction>& contractions, int64_t samples, bool backward, int64_t workers)
+      : all_(contractions), samples_(samples), workers_(workers), backward_(backward) {}
 
-  std::vector<Phase> best() const {
+  Cut best() const {
     const int64_t n = int64_t(all_.size());
     std::vector<double> cost(n + 1, std::numeric_limits<double>::infinity());
     std::vector<Phase> last(n + 1);  // the last phase of the best way to the first contractions
@@ -142,13 +150,13 @@ template <class T> class Phases {
     std::vector<Phase> found;
     for (int64_t to = n; to > 0; to = found.back().first) found.push_back(last[to]);
     std::reverse(found.begin(), found.end());
-    return found;
+    return {found, cost[n]};
   }
 
   // What a state costs that does not stay in cache from one phase to the next.
   double far_cost(int64_t elements) const {
     const double bytes = double(elements * int64_t(sizeof(T)));
-    return bytes > double(kNearBytes) ? 2 * kFarCost * bytes * double(samples_) : 0;  // written and read
+    return bytes > double(kNearBytes) ? 2 * kFarCost * bytes * double(samples_) / double(workers_) : 0;  // written and read
   }
 
   std::vector<Phase> ways(int64_t from, int64_t to) const {
@@ -183,10 +191,11 @@ template <class T> class Phases {
       states += out_of(c);
     }
     if (backward_) states += phase.in + phase.out;
-    const int64_t bytes = states * int64_t(sizeof(T)), units = samples_ * slabs;
+    const int64_t bytes = states * int64_t(sizeof(T)), units = (samples_ * slabs + workers_ - 1) / workers_;
     phase.columns = inner;
     if (by_columns) {
-      const int64_t fitting = kNearBytes / (bytes / inner) / L * L;
+      const int64_t share = samples_ * slabs < workers_ ? whole_vectors<T>((inner + workers_ - 1) / workers_) : inner;
+      const int64_t fitting = std::min(kNearBytes / (bytes / inner) / L * L, share);
       phase.columns = std::clamp<int64_t>(fitting, 4 * L, inner);
     } else if (interleaved && phase.contractions.front().tied) {
       const int64_t fitting = kNearBytes / bytes / L * L;
@@ -217,12 +226,15 @@ template <class T> class Phases {
     return units;
   }
 
-  // Of all samples: of the chunks that are full, and of the last units.
+  // Of all samples: of the chunks that are full, and of the last units; of the worker who has most of them.
   double cost_of(const Phase& phase) const {
     const int64_t all = samples_ * phase.slabs, rest = all % phase.units;
     double cost = double(all / phase.units) * cost_of(phase, phase.units);
     if (rest) cost += cost_of(phase, rest);
-    return cost * double((phase.inner + phase.columns - 1) / phase.columns);
+    cost *= double(phase.chunks_of_unit());
+    const int64_t chunks = phase.chunks(samples_);
+    if (workers_ > 1) cost = cost * double((chunks + workers_ - 1) / workers_) / double(chunks) + kMeetCost;
+    return cost;
   }
 
   // Of one chunk.

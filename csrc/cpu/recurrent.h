@@ -34,7 +34,7 @@ struct Columns {
 // What products need beside their operands.
 template <class T> struct ProductMemory {
   std::vector<States<T>> states;  // of each gate's layer
-  Scratch<T> scratch;
+  Workers<T> workers;
   T* sum;
 };
 // Of parts that are alike but for the last one, which may have fewer features.
@@ -118,7 +118,7 @@ template <class T, class S> class Products {
       memory.states.push_back(layer.make_states(samples, false, take));
       scratch = std::max(scratch, layer.scratch_size());
     }
-    memory.scratch = {take(scratch), take(kPackedSize<T>)};
+    memory.workers.take(1, scratch, take);
     memory.sum = turned_ && !dense_ ? take(samples * features_) : nullptr;
     return memory;
   }
@@ -126,7 +126,7 @@ template <class T, class S> class Products {
   // The columns of gate g's product with x [n, features].
   void multiply_by(int g, const Columns& columns, int64_t n, const T* x, T* y, const ProductMemory<T>& memory) const {
     const int64_t f = features_;
-    if (!dense_) return layers_[g].contract_all(n, x, y, memory.states[g], memory.scratch);
+    if (!dense_) return layers_[g].contract_all(n, x, y, memory.states[g], memory.workers);
     for_panels(columns, y, [&](const Columns& panel, T* to) {
       if (packs_)
         multiply<T>({n, panel.row, f}, {x, f, 1}, {packed_ + (g * whole_vectors<T>(f) + panel.from) * f, panel.row, 1},
@@ -146,7 +146,7 @@ template <class T, class S> class Products {
     const int64_t f = features_, all = kGates * f;
     for (int g = from; g < to && !dense_; ++g) {
       T* made = g > from ? memory.sum : y;
-      layers_[g].contract_all(n, gradients_of(g, rows, gradients), made, memory.states[g], memory.scratch);
+      layers_[g].contract_all(n, gradients_of(g, rows, gradients), made, memory.states[g], memory.workers);
       if (g > from) add(n * f, memory.sum, y);
     }
     for_panels(columns, y, [&](const Columns& panel, T* made) {

@@ -1,11 +1,12 @@
 // What forward and backward share: the layers, their weights prepared, and the way over the batch.
 //
-// The batch is cut into blocks, and the blocks into as many tasks as there are threads. Called by forward.h and
-// backward.h.
+// The batch is cut into blocks, and the blocks into as many tasks as there are threads. Where a layer has fewer samples than fill
+// all threads, they may go through its blocks together: each has some chunks of every phase. Called by forward.h and backward.h.
 
 // Samples whose gradients of large weights are summed in one place: so many, and no fewer if there are
 constexpr int64_t kSummedTogether = 256, kFewestTogether = 16;
 constexpr int64_t kLargeBytes = 1 << 20;  // of weights
+constexpr int64_t kFewSamples = 2;        // of a thread, of which some have one less than others, or none
 
 // Everything the blocks of one call share.
 template <class T, class S> struct Run {
@@ -16,6 +17,7 @@ template <class T, class S> struct Run {
   int64_t scratch_size = 0;
   int64_t samples;      // of a block
   int64_t blocks, tasks;
+  int64_t workers = 1;  // of a task
 
   // `backward`: whether it is for gradients, which keep each layer's states until a block is done.
   Run(const Problem& problem_, bool backward, int threads) : problem(problem_), batch(problem_.batch) {
@@ -24,8 +26,18 @@ template <class T, class S> struct Run {
     int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
     if (large) share = std::min(batch, std::max(share, kFewestTogether));
     int64_t bytes = 0;
+    layers.reserve(problem.layers.size());
     for (const Chain* chain : problem.layers) {
-      const Layer<T, S>& layer = layers.emplace_back(*chain, tensors, share, backward);
+      layers.emplace_back(*chain, tensors, share, backward);
+      if (problem.layers.size() == 1 && batch % threads && batch < kFewSamples * threads) {
+        Layer<T, S> shared(*chain, tensors, batch, backward, threads);
+        if (shared.cut->cost + kForkCost * (batch == 1) < layers[0].cut->cost) {
+          workers = threads, share = batch;
+          layers.clear();
+          layers.push_back(std::move(shared));
+        }
+      }
+      const Layer<T, S>& layer = layers.back();
       tensors += chain->weights() + chain->bias;
       widest = std::max({widest, layer.in, layer.out});
       scratch_size = std::max(scratch_size, layer.scratch_size());
@@ -37,8 +49,9 @@ template <class T, class S> struct Run {
       for (const Phase& phase : layer.phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
     const int64_t most = large ? kSummedTogether : kPlainBytes / bytes;
     samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
+    if (workers > 1) samples = batch;
     blocks = (batch + samples - 1) / samples;
-    tasks = std::min<int64_t>(threads, blocks);
+    tasks = workers > 1 ? 1 : std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
     for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
@@ -56,8 +69,8 @@ template <class T, class S> struct Run {
   }
 
   // Rows of x as T: where they lie, or, if they are converted or come from several tensors, brought together in `rows`.
-  const T* read_x(int64_t first, int64_t count, T* rows) const {
-    if (problem.inputs.empty()) return read_rows<T, S>(problem.tensors[0], first, count, in, rows);
+  const T* read_x(int64_t first, int64_t count, T* rows, const Workers<T>& by) const {
+    if (problem.inputs.empty()) return read_rows<T, S>(problem.tensors[0], first, count, in, rows, by);
     T* to = rows;
     for (size_t i = 0; i < problem.inputs.size(); ++i) {
       const int64_t features = problem.layers[0]->inputs[i];
