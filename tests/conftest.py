@@ -1,11 +1,15 @@
 """Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
 
 FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
+FACTORLAYER_TEST_SHARE=4 has one case in four of each test with more than a few, drawn by FACTORLAYER_TEST_DRAWN: .ci/run
+has others for every commit. All cases run without it.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
+import itertools
 import os
 import random
 import shutil
@@ -34,6 +38,8 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 gc.disable()  # until all tests are found: there is much to look at, and nothing to collect
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
+SHARE = int(os.environ.get("FACTORLAYER_TEST_SHARE", "1"))
+FEW_CASES = 4  # of a test, which all run
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,9 +57,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     for line in report(Path(os.environ[ASKED]), os.environ[DRAWN]):
         terminalreporter.write_line(line)
+    if SHARE > 1:
+        terminalreporter.write_line(
+            f"one case in {SHARE} of tests that have more than {FEW_CASES}, drawn by {DRAWN}={os.environ[DRAWN]}"
+        )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def draw(names: list[str], number: str) -> set[str]:
+    """One in SHARE of a test's cases, and one at least."""
+
+    def place(name: str) -> int:
+        return int(hashlib.sha256(f"{number} {name}".encode()).hexdigest(), 16)
+
+    found = {name for name in names if len(names) <= FEW_CASES or place(name) % SHARE == 0}
+    return found or {min(names, key=place)}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if SHARE > 1:
+        from compiled import DRAWN
+
+        tests = itertools.groupby((item.nodeid for item in items), key=lambda name: name.partition("[")[0])
+        drawn = set().union(*(draw(list(cases), os.environ[DRAWN]) for _, cases in tests))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
+        items[:] = [item for item in items if item.nodeid in drawn]
     for item in items:
         if "usage_of" in getattr(item, "fixturenames", ()):
             item.add_marker("compiles")

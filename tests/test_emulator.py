@@ -39,7 +39,7 @@ from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import few, few_backward
 from factorlayer.kernels.product import turn as turns
-from factorlayer.kernels.product.streamed import products
+from factorlayer.kernels.product.streamed import products, unturned
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
@@ -54,10 +54,20 @@ from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
 from factorlayer.plan.registry import family_of
-from factorlayer.plan.registry.family import fastest, ways
+from factorlayer.plan.products import product_pass
+from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_WORK
 from factorlayer.plan.registry.monarch import OF_MONARCH
-from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT, OF_PRODUCT_AND_SLOPES
+from factorlayer.plan.registry.product import (
+    FEW_OF_SOME,
+    MAPPED,
+    OF_MIXED_PRODUCT,
+    OF_PRODUCT,
+    OF_PRODUCT_AND_SLOPES,
+    OF_TURN,
+    STREAMED,
+    WIDE,
+)
 from factorlayer.plan.schemes import schemes
 from factorlayer.plan.visits import visits as by_visits
 from factorlayer.plan.works import single
@@ -312,6 +322,47 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     assert np.isnan(found[sick]).all()
     others = np.arange(case.batch) != sick
     np.testing.assert_array_equal(found[others], y[others])
+
+
+@dataclass(frozen=True)
+class TurnedBehind(Case):
+    """A Monarch layer whose second product, `by` a family, has one group after the other in y, which is turned then:
+    planners do that for large layers alone."""
+
+    by: Family = STREAMED
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-{self.by.makes[0].__name__}"
+
+    @property
+    def plan(self) -> Plan:
+        chain, gpu = Chain.of(self.spec, True, self.activation), Gpu.of(self.architecture)
+        first, second = products(chain, self.dtype)
+        apart = unturned(second)
+        assert apart
+        behind = fastest((self.by,), apart[0], self.planned, gpu, first=False, last=True)
+        assert behind
+        turn = fastest(OF_TURN, *apart[1], self.dtype, self.planned, gpu)
+        passes = product_pass(first, self.planned, gpu, True, False), *behind, *turn
+        return Plan(chain, self.dtype, self.planned, gpu, with_halves(passes))
+
+
+TURNED_BEHIND = [
+    TurnedBehind(monarch(inputs, outputs, rank=rank), dtype, 70, MEDIUM, by=family)
+    for inputs, outputs, rank in (((4, 16), (16, 8), 8), ((3, 9), (20, 5), 2))
+    for family, dtypes in (
+        (STREAMED, ("float64", "float32", "bfloat16")),
+        (FEW_OF_SOME, ("float64", "float32", "tf32", "bfloat16", "float16")),
+        (WIDE, ("float32", "bfloat16", "float16") if outputs[0] == 16 else ()),
+        (MAPPED, ("tf32",) if outputs[0] == 16 else ()),
+    )
+    for dtype in dtypes
+]
+
+
+@pytest.mark.parametrize("case", TURNED_BEHIND, ids=str)
+def test_a_bias_finds_its_features_before_they_are_turned(case: TurnedBehind, emulator: Emulator) -> None:
+    test_is_right_in_any_order_and_keeps_samples_apart(case, emulator)
 
 
 @pytest.mark.parametrize("sizes", [((5, 9), (9, 60), 5), ((20, 8), (8, 20), 7)], ids=str)

@@ -75,20 +75,35 @@ def test_together_is_all_of_them(tmp_path: Path) -> None:
     assert given["ATEN_CPU_CAPABILITY"] == "default" and given["FACTORLAYER_TEST_THREADS"] == "4"
 
 
+CONFTEST = Path(__file__).with_name("conftest.py")  # tests/gpu has one of that name, too
+
+
 def test_the_order_is_another_one_for_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(__file__).with_name("conftest.py")  # tests/gpu has one of that name, too
-    conftest = runpy.run_path(str(path))
+    conftest = runpy.run_path(str(CONFTEST))
 
     def order(seed: str | None) -> list[int]:
         collect = conftest["pytest_collection_modifyitems"]
         monkeypatch.setitem(collect.__globals__, "ORDER", seed)
+        monkeypatch.setitem(collect.__globals__, "SHARE", 1)
         items = list(range(100))
-        collect(items)
+        collect(None, items)
         return items
 
     assert order(None) == list(range(100)) == sorted(order("1"))
     assert order("1") == order("1") != order("2")
     assert order("1") != order(None)
+
+
+def test_cases_are_drawn_by_a_number_and_no_test_goes_without() -> None:
+    draw = runpy.run_path(str(CONFTEST))["draw"]
+    draw.__globals__["SHARE"] = 4
+    tests = [[f"test_{i}[{j}]" for j in range(1 + i)] for i in range(60)]
+    for cases in tests:
+        found = draw(cases, "7")
+        assert found and found <= set(cases) and found == draw(cases, "7")
+        assert len(cases) > 4 or found == set(cases)
+    assert sum(len(draw(cases, "7")) for cases in tests) < 0.35 * sum(map(len, tests))
+    assert {name for number in range(60) for name in draw(tests[-1], str(number))} == set(tests[-1])
 
 
 def test_a_run_counts_and_fails_where_a_test_does() -> None:

@@ -10,7 +10,7 @@
 // times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's. Where there
 // are more samples than a few, blocks along x of the grid take turns at them.
 //
-// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
+// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
 //        HEIGHT, ROUNDS, TILES (of 8 samples at once), MORE (tiles than blocks), LOAD, RUN, ROUND_Y, FIRST (of its plan's
 //        passes), LAST
 template <class Pass> struct Few {
@@ -21,6 +21,8 @@ template <class Pass> struct Few {
   static constexpr int kThreads = WG * WAYS * 32, kRows = Pass::HEIGHT * 16, kAtOnce = Pass::TILES * 8;
   static constexpr int kColumnTiles = ceil_div(Q, kRows), kGroupTiles = ceil_div(FAST, WG);
   static constexpr int kTiles = kColumnTiles * kGroupTiles * (Pass::GROUPS / FAST);
+  static constexpr int kInner = Pass::BIAS_INNER;  // where y has one group after the other, they still take turns in a bias
+  static_assert(kInner == 1 || WG == 1);
   static_assert((WG == 1 ? B : WG) % RUN == 0 && FAST * B % RUN == 0 && (WG == 1 || B == 1) && 16 % RUN == 0);
   using Rows = FewRows<Math, P, Pass::HEIGHT, Pass::TILES, WAYS, ROUNDS, Pass::LOAD, Pass::X_SAMPLE, false>;
   using Totals = typename Rows::Totals;
@@ -79,6 +81,7 @@ template <class Pass> struct Few {
         const int n = cell / kAcross, e = cell % kAcross * RUN, g = e % WG, j = e / WG;
         if (at.q + j >= Q || (FAST % WG && at.fast + g >= FAST)) continue;
         const i64 place = feature(at.slow, at.fast + g, at.q + j);
+        const i64 bias = kInner > 1 ? (i64(at.fast) / kInner * Q + at.q + j) * kInner + at.fast % kInner : place;
         Sum<Element> sums[RUN];
         if constexpr (WG == 1) {
           totals.sum(j, n, sums);
@@ -90,7 +93,7 @@ template <class Pass> struct Few {
           }
         }
         UNROLL for (int i = 0; i < RUN; ++i) {
-          if constexpr (Pass::BIAS) sums[i] += widen(static_cast<const Element*>(params.bias)[place + i]);
+          if constexpr (Pass::BIAS) sums[i] += widen(static_cast<const Element*>(params.bias)[bias + i * kInner]);
           sums[i] = activation.of(sums[i]);
           if constexpr (Pass::ROUND_Y) sums[i] = Math::rounded(sums[i]);
         }
