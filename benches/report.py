@@ -144,7 +144,8 @@ def sweeps_of(folder: Path) -> dict[Path, list[Sweep]]:
     for path in _files(folder / SWEEPS):
         sweep = Sweep.load(path)
         if sweep.rows:
-            machine = sweep.machine.get("gpu") or f"{sweep.machine['cpu']} {sweep.threads} threads"
+            of = sweep.machine
+            machine = of.get("gpu") or f"{of['cpu']} {of['instruction_set']} {sweep.threads} threads"
             name = re.sub("[^a-z0-9]+", "-", machine.lower()).strip("-")
             found.setdefault(folder / SWEEPS / f"{name}.svg", []).append(sweep)
     return found

@@ -1,8 +1,8 @@
 """Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
 
 FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
-FACTORLAYER_TEST_SHARE=4 has one case in four of each test with more than a few, drawn by FACTORLAYER_TEST_DRAWN: .ci/run
-has others for every commit. All cases run without it.
+FACTORLAYER_TEST_SHARE=4 has one case in four of each test with more than a few, drawn by FACTORLAYER_TEST_DRAWN:
+.ci/run has others for every commit. All cases run without it.
 """
 
 from __future__ import annotations

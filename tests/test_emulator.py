@@ -53,8 +53,8 @@ from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan, plan_stack
-from factorlayer.plan.registry import family_of
 from factorlayer.plan.products import product_pass
+from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_WORK
 from factorlayer.plan.registry.monarch import OF_MONARCH

@@ -456,6 +456,8 @@ def test_report_writes_sweeps_of_a_machine_together(tmp_path: Path) -> None:
         rows = [row(0, v3, 50.0), row(1, v3, 50.0, structure="block")]
         made = Sweep({**machine, "date": "2026-01-01"}, {}, rows, seed, "cpu", ["float32"], 1)
         made.save(folder / "sweeps" / f"cpu-{seed}.json")
+    another = {**machine, "instruction_set": "avx512", "date": "2026-01-01"}
+    Sweep(another, {}, [row(0, 20.0, 50.0)], 3, "cpu", ["float32"], 1).save(folder / "sweeps" / "cpu-3.json")
     page.write_text("# Title\n\n<!-- benches:begin sweeps -->\n<!-- benches:end sweeps -->\n")
     readme.write_text("# Title\n")
     options = ["--page", str(page), "--readme", str(readme), "--results", str(folder)]
@@ -466,8 +468,10 @@ def test_report_writes_sweeps_of_a_machine_together(tmp_path: Path) -> None:
     assert "4 rows of the seeds 1, 2." in text
     assert "auto over batched, fwd: 0% of 4 rows slower" in text
     assert "| kronecker, float32 | fwd | 2 | 1.000 |" in text
-    assert "](results/sweeps/a-cpu-1-threads.svg)" in text
-    assert (folder / "sweeps" / "a-cpu-1-threads.svg").exists()
+    assert "1 rows of the seeds 3." in text
+    for name in ("a-cpu-avx2-1-threads.svg", "a-cpu-avx512-1-threads.svg"):
+        assert f"](results/sweeps/{name})" in text
+        assert (folder / "sweeps" / name).exists()
     assert CliRunner().invoke(report.app, [*options, "--check"]).exit_code == 0
     page.write_text("# Title\n")
     missing = CliRunner().invoke(report.app, options)

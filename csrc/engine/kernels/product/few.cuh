@@ -10,8 +10,8 @@
 // times 16 columns a * B + b of WG groups, each group WAYS warps, and stores runs of RUN elements: groups, or b's. Where there
 // are more samples than a few, blocks along x of the grid take turns at them.
 //
-// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG, WAYS,
-//        HEIGHT, ROUNDS, TILES (of 8 samples at once), MORE (tiles than blocks), LOAD, RUN, ROUND_Y, FIRST (of its plan's
+// Pass:  Math, Element, Activation, BIAS, WEIGHT, P, Q, GROUPS, FAST, NEXT, B, BIAS_INNER, STEP_A, STEP_B, X_SAMPLE, Y_SAMPLE, WG,
+//        WAYS, HEIGHT, ROUNDS, TILES (of 8 samples at once), MORE (tiles than blocks), LOAD, RUN, ROUND_Y, FIRST (of its plan's
 //        passes), LAST
 template <class Pass> struct Few {
   using Math = typename Pass::Math;
