@@ -233,7 +233,7 @@ template <class T, class S> class Backward {
       const Layer<T, S>& layer = layers_[l];
       if (layer.activation) {  // g *= its derivative at z + bias
         T* own = b.rows[(l + 1) % 2];
-        b.workers.once([=, this, &layer, &b] {
+        b.workers.once([=, &layer, &b] {
           if (g != own) std::copy(g, g + count * layer.out, own);
           const int64_t parameters = wanted_[l].parameters;
           layer.activation.backward(count, b.kept[l].z, own, parameters < 0 ? nullptr : b.total + parameters);
@@ -241,7 +241,7 @@ template <class T, class S> class Backward {
         g = own;
       }
       if (wanted_[l].bias)
-        b.workers.once([=, this, &layer, &b] { add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset); });
+        b.workers.once([=, &layer, &b] { add_rows(count, layer.out, g, b.row_sum, b.sum + wanted_[l].bias_offset); });
       const bool passes = l > first_ || wants_x();
       if (!passes && wanted_[l].earliest == layer.stages) return;
       const bool apart = l || grad_inputs_;
@@ -254,7 +254,7 @@ template <class T, class S> class Backward {
       if (!passes) return;
       g = gx;
     }
-    if (grad_inputs_) return b.workers.once([=, this] { run_.write_inputs(grad_inputs_, first, count, g); });
+    if (grad_inputs_) return b.workers.once([=] { run_.write_inputs(grad_inputs_, first, count, g); });
     write_rows<T, S>(grad_x_, first, count, run_.in, g, b.workers);
   }
 
@@ -292,7 +292,7 @@ template <class T, class S> class Backward {
     const bool one_chunk = layer.phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
     const bool has_states = b.kept[l].has_states && one_chunk;
     const bool needs_x = wants_of(l, phase, 0), needs_states = wants_of(l, phase, 1);
-    b.workers.for_chunks(phase, count, [=, this, &layer, &phase, &b](const Chunk& chunk, int64_t worker) {
+    b.workers.for_chunks(phase, count, [=, &layer, &phase, &b](const Chunk& chunk, int64_t worker) {
       const typename States<T>::OfChunk& own = b.kept[l].states.chunk[worker][which];
       const bool is_there = has_states && !phase.in_place();
       const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : phase.gather(chunk, phase.in, x, own.x);

@@ -237,7 +237,7 @@ template <class T, class S> struct Layer {
   void run(int64_t which, int64_t samples, int64_t from, int64_t to, const T* x, T* y, bool adds, const States<T>& states,
            const Workers<T>& workers) const {
     const Phase& phase = phases[which];
-    workers.for_chunks(phase, samples, [=, this, &phase, &states, &workers](const Chunk& chunk, int64_t worker) {
+    workers.for_chunks(phase, samples, [=, &phase, &states, &workers](const Chunk& chunk, int64_t worker) {
       const typename States<T>::OfChunk& own = states.chunk[worker][which];
       const T* chunk_x = phase.gather(chunk, phase.in, x, own.x);
       T* chunk_y = phase.in_place() ? y + chunk.unit * phase.out : own.y;
@@ -275,7 +275,7 @@ template <class T, class S> struct Layer {
   void activate_all(int64_t samples, T* y, const Workers<T>& workers) const {
     if (workers.count() == 1) return activation.forward(samples, y);
     if (activation.does_nothing()) return;
-    workers.for_numbers(out, [=, this](int64_t first, int64_t count) {
+    workers.for_numbers(out, [=](int64_t first, int64_t count) {
       for (int64_t n = 0; n < samples; ++n) activation.forward_part(first, count, y + n * out + first);
     });
   }
