@@ -19,15 +19,21 @@ struct Size {
 constexpr int kMaxVecs = 4;
 #if defined(ISA_AVX512)
 constexpr int kTileRows[kMaxVecs + 1] = {0, 16, 12, 8, 6};  // 32 registers: at most 24 accumulators
+constexpr bool kMasks = true;                               // a vector of fewer lanes takes no longer than a whole one
 #else
 constexpr int kTileRows[kMaxVecs + 1] = {0, 8, 6, 4, 3};    // 16 registers: at most 12
+constexpr bool kMasks = false;
 #endif
 
 // ROWS x VECS vectors of C. The sum starts at zero and is added to C at the end, so that a long reduction
-// done in parts (a weight gradient) is a sum of partial sums. TAIL: the last vector has `last` lanes.
+// done in parts (a weight gradient) is a sum of partial sums. TAIL: the last vector has `last` lanes of its own; it has some of
+// the one before it, and the same results for these, where there is one and masks take long.
 template <class T, int ROWS, int VECS, bool TAIL>
 FL_INLINE void multiply_tile(const Size& size, Operand<T> a, Operand<T> b, T* c, int64_t c_row, bool add, int last) {
   constexpr int L = kLanes<T>;
+  constexpr bool MASKED = TAIL && (kMasks || VECS == 1), SHARED = TAIL && !MASKED;
+  const int64_t end = SHARED ? (VECS - 2) * L + last : (VECS - 1) * L;  // where the last vector begins
+  const auto place = [end](int v) __attribute__((always_inline)) { return v == VECS - 1 ? end : int64_t(v) * L; };
   Vec<T> sum[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -40,22 +46,22 @@ FL_INLINE void multiply_tile(const Size& size, Operand<T> a, Operand<T> b, T* c,
       Vec<T> bs[VECS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; ++v)
-        bs[v] = TAIL && v == VECS - 1 ? load_first(bt + v * L, last) : load(bt + v * L);
+        bs[v] = MASKED && v == VECS - 1 ? load_first(bt + v * L, last) : load(bt + place(v));
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) sum[r][v] += splat(at[r * a.row]) * bs[v];
     }
   }
-  const auto all = [&](auto&& f) __attribute__((always_inline)) {  // f(sum, where it belongs, whether it is the tail)
+  const auto all = [&](auto&& f) __attribute__((always_inline)) {  // f(sum, where it belongs, whether it is masked)
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; ++v) f(sum[r][v], c + r * c_row + v * L, TAIL && v == VECS - 1);
+      for (int v = 0; v < VECS; ++v) f(sum[r][v], c + r * c_row + place(v), MASKED && v == VECS - 1);
   };
-  // All are read before one is written: a load beside a store that is under way waits for it.
-  if (add) all([&](Vec<T>& s, const T* from, bool tail) { s += tail ? load_first(from, last) : load(from); });
-  all([&](const Vec<T>& s, T* to, bool tail) { tail ? store_first(to, s, last) : store(to, s); });
+  // All are read before one is written: a load beside a store that is under way waits for it, and lanes may be shared.
+  if (add) all([&](Vec<T>& s, const T* from, bool masked) { s += masked ? load_first(from, last) : load(from); });
+  all([&](const Vec<T>& s, T* to, bool masked) { masked ? store_first(to, s, last) : store(to, s); });
 }
 
 // A column panel of C in every problem of the batch: its last vector has `last` lanes.
@@ -320,7 +326,7 @@ __attribute__((noinline)) void multiply_dots_by(const Size& size, Operand<T> a, 
 }
 
 // How much of a sum is done at a time: the pieces of so many rows, which all tiles go through, stay in the second-level cache.
-constexpr int64_t kDottedBytes = 256 << 10;
+constexpr int64_t kDottedBytes = 64 << 10;
 template <class T> int64_t dotted_piece(int64_t rows) {
   constexpr int64_t L = kLanes<T>;
   return std::clamp<int64_t>(kDottedBytes / int64_t(sizeof(T)) / rows, 16 * L, 1024) / L * L;

@@ -62,11 +62,28 @@ FL_INLINE Vec<float> load_first(const float* p, int count) {
 FL_INLINE Vec<double> load_first(const double* p, int count) {
   return (Vec<double>)_mm256_maskload_pd(p, first_lanes(p, count));
 }
+// In pieces: a masked store takes 8 to 20 cycles on AMD's processors, these 4 to 8.
 FL_INLINE void store_first(float* p, Vec<float> v, int count) {
-  _mm256_maskstore_ps(p, first_lanes(p, count), (__m256)v);
+  if (count >= 8) return store(p, v);
+  __m128 part = _mm256_castps256_ps128((__m256)v);
+  if (count & 4) {
+    _mm_storeu_ps(p, part);
+    p += 4, part = _mm256_extractf128_ps((__m256)v, 1);
+  }
+  if (count & 2) {
+    _mm_storel_pi(reinterpret_cast<__m64*>(p), part);
+    p += 2, part = _mm_movehl_ps(part, part);
+  }
+  if (count & 1) _mm_store_ss(p, part);
 }
 FL_INLINE void store_first(double* p, Vec<double> v, int count) {
-  _mm256_maskstore_pd(p, first_lanes(p, count), (__m256d)v);
+  if (count >= 4) return store(p, v);
+  __m128d part = _mm256_castpd256_pd128((__m256d)v);
+  if (count & 2) {
+    _mm_storeu_pd(p, part);
+    p += 2, part = _mm256_extractf128_pd((__m256d)v, 1);
+  }
+  if (count & 1) _mm_store_sd(p, part);
 }
 #else
 template <class T> FL_INLINE Vec<T> load_first(const T* p, int count) {
