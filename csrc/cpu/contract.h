@@ -19,14 +19,17 @@ struct Block {
   int64_t width(const Contraction& c) const { return interleaved ? c.inner * samples : c.inner; }
 };
 
-// Cycles: for each vector that a transpose moves, for each dot product behind its multiply-adds, for each vector of a
-// product's result, and for each call of multiply().
-constexpr double kTransposeCost = 7, kDotCost = 6, kResultCost = 3, kCallCost = 12;
-// And for a multiply-add of a vector: two in a cycle, but of 64 bytes on the first processors of AMD that have these.
+// Cycles: for each dot product behind its multiply-adds, for each vector of a product's result, and for each call of
+// multiply().
+constexpr double kDotCost = 6, kResultCost = 3, kCallCost = 12;
+// For each vector that a transpose moves; for a multiply-add of a vector, two in a cycle, but of 64 bytes on the first processors of
+// AMD that have these; and for one of a dot product, whose rows begin anywhere in a line.
 #if defined(ISA_AVX512)
+constexpr double kTransposeCost = 7;
 inline const double kMultiplyCost = (__builtin_cpu_init(), __builtin_cpu_is("amdfam19h")) ? 1 : 0.5;
+inline const double kDottedCost = kMultiplyCost;
 #else
-constexpr double kMultiplyCost = 0.5;
+constexpr double kTransposeCost = 4, kMultiplyCost = 0.5, kDottedCost = 0.8;
 #endif
 
 template <class T> int64_t whole_vectors(int64_t elements) { return (elements + kLanes<T> - 1) / kLanes<T> * kLanes<T>; }
@@ -36,7 +39,7 @@ template <class T> double transpose_cost(int64_t rows, int64_t cols) {
 }
 template <class T> double dots_cost(int64_t m, int64_t n, int64_t k) {
   const int64_t piece = dotted_piece<T>(m + n);
-  return double(m * n) * (vectors<T>(k) * kMultiplyCost + kDotCost * double((k + piece - 1) / piece));
+  return double(m * n) * (vectors<T>(k) * kDottedCost + kDotCost * double((k + piece - 1) / piece));
 }
 template <class T> double multiply_cost(int64_t m, int64_t n, int64_t k) {
   return double(m) * (double(k) * kMultiplyCost + kResultCost) * vectors<T>(n);
@@ -160,7 +163,7 @@ template <class T> int64_t dotted_together(const Contraction& c, int64_t length)
 template <class T> double dotted_cost(const Contraction& c, int64_t count, int64_t length) {
   const int64_t together = dotted_together<T>(c, length), piece = dotted_piece<T>(c.p + c.q);
   const int64_t sums = (count + together - 1) / together * ((length + piece - 1) / piece);
-  return double(c.q * c.p) * (double(count) * vectors<T>(length) * kMultiplyCost + kDotCost * double(sums));
+  return double(c.q * c.p) * (double(count) * vectors<T>(length) * kDottedCost + kDotCost * double(sums));
 }
 template <class T> double turned_cost(const Contraction& c, int64_t count, int64_t length) {
   return double(count) * (transpose_cost<T>(c.p, length) + multiply_cost<T>(c.q, c.p, length));
@@ -253,14 +256,14 @@ template <class T> double moving_cost(const Contraction& c, int64_t samples, int
   return c.inner > 1 ? double(samples * c.outer) * transpose_cost<T>(features, c.inner) : 0;
 }
 
-// What contract() costs of so many samples.
-template <class T> double contract_cost(const Contraction& c, int64_t samples, bool interleaved) {
+// What contract() costs of so many samples; `dotted`: in the plain layout, with nothing behind the mode, by dot products.
+template <class T> double contract_cost(const Contraction& c, int64_t samples, bool interleaved, bool dotted) {
   const int64_t p = c.p, q = c.q, positions = c.outer * c.inner, slabs = c.outer * samples;
   if (interleaved) return double(positions) * multiply_cost<T>(q, samples, p) + kCallCost * double(c.outer);
   if (!c.tied)
     return double(positions) * (dots_cost<T>(samples, q, p) + kCallCost) + moving_cost<T>(c, samples, p) +
            moving_cost<T>(c, samples, q);
-  if (c.inner == 1) return std::min(multiply_cost<T>(slabs, q, p), dots_cost<T>(slabs, q, p));
+  if (c.inner == 1) return dotted ? dots_cost<T>(slabs, q, p) : multiply_cost<T>(slabs, q, p);
   return double(slabs) * multiply_cost<T>(q, c.inner, p);
 }
 

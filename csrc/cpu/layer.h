@@ -101,6 +101,7 @@ template <class T> struct States {
 
 template <class T, class S> struct Layer {
   const void* const* tensors;  // its weights, its activation's parameters and its bias
+  int64_t rows;                // samples that its prepared weights are for
   std::vector<Group> groups;
   Chain chain;  // with one contraction for each group
   int64_t in, out, stages;
@@ -110,10 +111,12 @@ template <class T, class S> struct Layer {
   std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
 
-  Layer(const Chain& given, const void* const* tensors_, int64_t samples, bool backward, int64_t workers = 1)
-      : tensors(tensors_), groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
+  // `samples` at once, of so many `rows_` in all.
+  Layer(const Chain& given, const void* const* tensors_, int64_t samples, int64_t rows_, bool backward, int64_t workers = 1)
+      : tensors(tensors_), rows(rows_),
+        groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
         chain(with(given, groups)), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())),
-        cut(Phases<T>::of(chain.contractions, samples, backward, workers)), phases(cut->phases) {}
+        cut(Phases<T>::of(chain, samples, rows, backward, workers)), phases(cut->phases) {}
 
   static Chain with(Chain chain, const std::vector<Group>& groups) {
     chain.contractions.clear();
@@ -137,25 +140,25 @@ template <class T, class S> struct Layer {
   int64_t bias_index() const { return parameter_index() + int64_t(chain.parameters()); }
 
   // Whether contraction i has vectors along its outputs.
-  bool needs_transposed(int64_t i, int64_t batch) const {
+  bool needs_transposed(int64_t i) const {
     const Phase& phase = *std::find_if(phases.begin(), phases.end(), [&](const Phase& p) { return i < p.last; });
     const Contraction c = phase.contraction(i - phase.first, phase.columns);
-    return needs_transposed_weight<T>(c, phase.interleaved, batch * phase.slabs);
+    return needs_transposed_weight<T>(c, phase.interleaved, rows * phase.slabs);
   }
 
   // What prepare() takes.
-  int64_t prepared_size(int64_t batch) const {
+  int64_t prepared_size() const {
     int64_t size = chain.bias ? out * Activation<T>::together(out) : 0;
     for (int64_t i = 0; i < stages; ++i) {
       const Group& group = groups[i];
-      size += chain.rank * group.whole.weight_size() * ((group.parts.size() > 1) + needs_transposed(i, batch));
+      size += chain.rank * group.whole.weight_size() * ((group.parts.size() > 1) + needs_transposed(i));
       if (kConverts<T, S>)
         for (const Contraction& part : group.parts) size += chain.rank * part.weight_size();
     }
     return size;
   }
 
-  template <class Take> void prepare(int64_t batch, Take&& take) {
+  template <class Take> void prepare(Take&& take) {
     for (int64_t r = 0; r < chain.rank; ++r)
       for (int64_t i = 0; i < stages; ++i) {
         const Group& group = groups[i];
@@ -171,7 +174,7 @@ template <class T, class S> struct Layer {
           merge_weights(group, own, merged);
           w.data = merged;
         }
-        if (needs_transposed(i, batch)) {
+        if (needs_transposed(i)) {
           T* transposed = take(c.weight_size());
           transpose<T>(c.q, c.p, w.data, c.p, transposed, c.q);
           w.transposed = transposed;

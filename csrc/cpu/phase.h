@@ -109,31 +109,31 @@ struct Cut {
 };
 
 // Cuts a layer's contractions so that what they cost is least: of all ways to cut, by what is cheapest for the first ones.
-// Each phase's chunks are shared by so many workers.
+// `rows`: of all samples that a way is taken for, some at once. Each phase's chunks are shared by so many workers.
 template <class T> class Phases {
   const std::vector<Contraction>& all_;
-  const int64_t samples_, workers_;
+  const int64_t rank_, samples_, rows_, workers_;
   const bool backward_;
   static constexpr int64_t L = kLanes<T>;
 
  public:
   // Made once for a chain, whose contractions and number of samples come again and again.
   using Known = std::shared_ptr<const Cut>;
-  static Known of(const std::vector<Contraction>& contractions, int64_t samples, bool backward, int64_t workers) {
+  static Known of(const Chain& chain, int64_t samples, int64_t rows, bool backward, int64_t workers) {
     using Key = std::vector<int64_t>;
     thread_local std::map<Key, Known> known;
-    Key key{samples, backward, workers};
-    for (const Contraction& c : contractions) key.insert(key.end(), {c.tied, c.outer, c.p, c.q, c.inner});
+    Key key{chain.rank, samples, rows, backward, workers};
+    for (const Contraction& c : chain.contractions) key.insert(key.end(), {c.tied, c.outer, c.p, c.q, c.inner});
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     if (known.size() == kMostKnown) known.clear();
-    const auto made = std::make_shared<const Cut>(Phases(contractions, samples, backward, workers).best());
+    const auto made = std::make_shared<const Cut>(Phases(chain, samples, rows, backward, workers).best());
     return known.emplace(std::move(key), made).first->second;
   }
 
  private:
-  Phases(const std::vector<Contraction>& contractions, int64_t samples, bool backward, int64_t workers)
-      : all_(contractions), samples_(samples), workers_(workers), backward_(backward) {}
+  Phases(const Chain& chain, int64_t samples, int64_t rows, bool backward, int64_t workers)
+      : all_(chain.contractions), rank_(chain.rank), samples_(samples), rows_(rows), workers_(workers), backward_(backward) {}
 
   Cut best() const {
     const int64_t n = int64_t(all_.size());
@@ -143,7 +143,7 @@ template <class T> class Phases {
     for (int64_t to = 1; to <= n; ++to)
       for (int64_t from = to - 1; from >= 0; --from) {
         if (to - from > kMostTogether && (from > 0 || to < n)) continue;
-        const double before = cost[from] + (from ? far_cost(in_of(all_[from])) : 0);
+        const double before = cost[from] + (from ? far_cost(in_of(all_[from])) : 0) + (from && to == n ? again_cost() : 0);
         for (const Phase& phase : ways(from, to))
           if (const double whole = before + cost_of(phase); whole < cost[to]) cost[to] = whole, last[to] = phase;
       }
@@ -157,6 +157,11 @@ template <class T> class Phases {
   double far_cost(int64_t elements) const {
     const double bytes = double(elements * int64_t(sizeof(T)));
     return bytes > double(kNearBytes) ? 2 * kFarCost * bytes * double(samples_) / double(workers_) : 0;  // written and read
+  }
+
+  // And that of each term, all of whose phases come before the next one's: x again, and y that is added to.
+  double again_cost() const {
+    return double(rank_ - 1) / double(rank_) * (far_cost(in_of(all_.front())) / 2 + far_cost(out_of(all_.back())));
   }
 
   std::vector<Phase> ways(int64_t from, int64_t to) const {
@@ -226,15 +231,20 @@ template <class T> class Phases {
     return units;
   }
 
-  // Of all samples: of the chunks that are full, and of the last units; of the worker who has most of them.
+  // Of all samples: of the chunks that are full, and of the last units; of the worker who has most of them. And of weights
+  // that are transposed before.
   double cost_of(const Phase& phase) const {
     const int64_t all = samples_ * phase.slabs, rest = all % phase.units;
-    double cost = double(all / phase.units) * cost_of(phase, phase.units);
+    double cost = double(all / phase.units) * cost_of(phase, phase.units), prepared = 0;
     if (rest) cost += cost_of(phase, rest);
     cost *= double(phase.chunks_of_unit());
+    for (int64_t i = 0; i < phase.size(); ++i) {
+      const Contraction& c = phase.contractions[i];
+      if (needs_transposed_weight<T>(c, phase.interleaved, rows_ * phase.slabs)) prepared += transpose_cost<T>(c.q, c.p);
+    }
     const int64_t chunks = phase.chunks(samples_);
     if (workers_ > 1) cost = cost * double((chunks + workers_ - 1) / workers_) / double(chunks) + kMeetCost;
-    return cost;
+    return cost + prepared * double(samples_) / double(rows_);
   }
 
   // Of one chunk.
@@ -245,7 +255,8 @@ template <class T> class Phases {
       const Contraction c = phase.contraction(i, phase.columns);
       // For gradients all phases but the last make what the next one reads, and each makes its own states.
       const int64_t times = backward_ ? (phase.last < int64_t(all_.size())) + (i + 1 < phase.size()) : 1;
-      cost += double(times) * contract_cost<T>(c, units, phase.interleaved);
+      const bool dotted = !needs_transposed_weight<T>(c, phase.interleaved, rows_ * phase.slabs);
+      cost += double(times) * contract_cost<T>(c, units, phase.interleaved, dotted);
       if (backward_) cost += gradients_cost<T>(c, units, phase.interleaved);
       if (i + 1 < phase.size()) inside += double(out_of(c));
       if (!c.tied) weights += double(c.weight_size());

@@ -28,9 +28,9 @@ template <class T, class S> struct Run {
     int64_t bytes = 0;
     layers.reserve(problem.layers.size());
     for (const Chain* chain : problem.layers) {
-      layers.emplace_back(*chain, tensors, share, backward);
+      layers.emplace_back(*chain, tensors, share, share, backward);
       if (problem.layers.size() == 1 && batch % threads && batch < kFewSamples * threads) {
-        Layer<T, S> shared(*chain, tensors, batch, backward, threads);
+        Layer<T, S> shared(*chain, tensors, batch, batch, backward, threads);
         if (shared.cut->cost + kForkCost * (batch == 1) < layers[0].cut->cost) {
           workers = threads, share = batch;
           layers.clear();
@@ -54,9 +54,9 @@ template <class T, class S> struct Run {
     tasks = workers > 1 ? 1 : std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
-    for (const Layer<T, S>& layer : layers) size += layer.prepared_size(batch);
+    for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
     T* at = Arena<T>(Purpose::weights, size).take(size);
-    for (Layer<T, S>& layer : layers) layer.prepare(batch, [&](int64_t n) { return at += n, at - n; });
+    for (Layer<T, S>& layer : layers) layer.prepare([&](int64_t n) { return at += n, at - n; });
   }
 
   // Of weights that a sample takes once: what is summed of few samples is little beside these.
