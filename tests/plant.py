@@ -279,6 +279,20 @@ FAULTS = (
         "for (const auto& step : steps_) step(member);",
         f"{FUSED}::test_samples_that_threads_share",
     ),
+    fault(
+        "features-of-a-worker",
+        "cpu/layer.h",
+        "Phase::scatter_some(chunk, size, first, end, local",
+        "Phase::scatter_some(chunk, size, 0, end - first, local",
+        f"{FUSED}::test_samples_that_threads_share",
+    ),
+    fault(
+        "positions-of-a-worker",
+        "cpu/contract.h",
+        "from += first * features, to += first;",
+        "from += first * features;",
+        f"{FUSED}::test_samples_that_threads_share",
+    ),
     fault("rows-of-a-bias", "cpu/backward.h", "for (; at < end; at += length)", "for (; at < 0; at += length)", EXACT),
     fault("rows-as-one", "cpu/backward.h", "n = size; n < length; n += size", "n = size; n < 0; n += size", EXACT),
     fault(

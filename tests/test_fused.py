@@ -79,6 +79,16 @@ SHARED_CASES = [
     Case(kronecker((8, 6, 16, 24, 8), (8, 6, 16, 24, 8), rank=2), 3, True),
 ]
 
+# Few samples of untied weights: threads share the positions of each contraction, in the plain layout and interleaved, of one
+# chunk and of several; more threads than positions, and one whose positions lie along two modes, which is not shared.
+POSITIONS_CASES = [
+    Case(monarch((43, 68), (300, 43), rank=2), 1, True, "gelu"),
+    Case(monarch((43, 68), (300, 43), rank=2), 3, False),
+    Case(monarch((2, 90), (70, 2), rank=40), 37, True, "tanh"),
+    Case(monarch((16, 40), (30, 8), rank=8), 100, True),
+    Case(monarch((3, 4, 50), (5, 20, 3)), 66, True),
+]
+
 # The rule
 
 
@@ -250,7 +260,7 @@ def test_rule_with_threads(case: Case, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+@pytest.mark.parametrize("case", SHARED_CASES + POSITIONS_CASES, ids=str)
 def test_samples_that_threads_share(case: Case, dtype: torch.dtype, threads: int) -> None:
     """By the rule, and with the same bits in every run: whoever comes first takes what is left."""
     check_rule(case, dtype, threads=threads)

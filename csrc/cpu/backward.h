@@ -54,7 +54,7 @@ template <class T, class S> class Backward {
   Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
       : run_(problem, true, threads), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
         grad_inputs_(inputs_of(problem, gradients)), count_(int64_t(layers_.size())), first_(wants_x() ? 0 : count_),
-        places_(run_.tasks * run_.workers) {
+        places_(run_.tasks * run_.places) {
     void* const* at = gradients.data() + 1;
     double multiply_adds = 1;
     for (int64_t l = 0; l < count_; ++l) {
@@ -127,7 +127,7 @@ template <class T, class S> class Backward {
       wanted.stages.push_back(wants);
       if (!wants) continue;
       wanted.earliest = std::min(wanted.earliest, i);
-      if (run_.blocks == 1 && run_.workers == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
+      if (run_.blocks == 1 && run_.places == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
         wanted.whole[i] = static_cast<T*>(gradients[c.weight]);
         continue;
       }
@@ -146,7 +146,7 @@ template <class T, class S> class Backward {
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T, S>& layer = layers_[l];
       Kept& kept = b.kept.emplace_back();
-      kept.states = layer.make_states(samples, true, take, run_.workers);
+      kept.states = layer.make_states(samples, true, take, run_.places);
       kept.z = take(layer.out * samples);
       kept.y = l + 1 < count_ ? take(layer.out * samples) : nullptr;
       for (const Phase& phase : layer.phases)
@@ -161,7 +161,7 @@ template <class T, class S> class Backward {
   void run_task(int64_t task, const Parallel& parallel) {
     Buffers b;
     in_memory<T>(Purpose::block, [&](auto&& take) { b = make_buffers(take); });
-    const int64_t size = run_.workers * sums_size_;
+    const int64_t size = run_.places * sums_size_;
     b.sum = sums_ + task * size;
     b.total = totals_ + task * size;
     std::fill(b.sum, b.sum + size, T(0));
@@ -292,41 +292,44 @@ template <class T, class S> class Backward {
     const bool one_chunk = layer.phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
     const bool has_states = b.kept[l].has_states && one_chunk;
     const bool needs_x = wants_of(l, phase, 0), needs_states = wants_of(l, phase, 1);
-    b.workers.for_chunks(phase, count, [=, &layer, &phase, &b](const Chunk& chunk, int64_t worker) {
-      const typename States<T>::OfChunk& own = b.kept[l].states.chunk[worker][which];
+    layer.for_chunks(which, count, b.kept[l].states, b.workers,
+                     [=, &layer, &phase, &b](const Chunk& chunk, const auto& own, int64_t worker, const auto& by) {
       const bool is_there = has_states && !phase.in_place();
-      const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : phase.gather(chunk, phase.in, x, own.x);
-      const T* chunk_g = phase.gather(chunk, phase.out, g, own.grad_y);
+      const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : by.gather(phase, chunk, phase.in, x, own.x);
+      const T* chunk_g = by.gather(phase, chunk, phase.out, g, own.grad_y);
       T* chunk_gx = !gx ? nullptr : phase.in_place() ? gx + chunk.unit * phase.in : own.grad_x;
       for (int64_t r = from; r < to; ++r) {
         if (!has_states && needs_states)
-          layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, b.workers.scratch[worker]);
+          layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, by);
         const bool adds_here = r > from || (adds && phase.in_place());
-        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, adds_here, own.after, b.sum + worker * sums_size_,
-                b.workers.scratch[worker]);
+        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, adds_here, own.after, b.sum + worker * sums_size_, by);
       }
-      if (gx && !phase.in_place()) phase.scatter(chunk, phase.in, chunk_gx, gx, adds);
+      if (gx) by.scatter(phase, chunk, phase.in, chunk_gx, gx, adds);
     });
   }
 
   // The contractions of a chunk and term r, from the last to the first one needed.
+  template <class By>
   void go_back(int64_t l, const Phase& phase, const Chunk& chunk, int64_t r, const T* x, const T* g, T* gx, bool adds,
-               const std::vector<T*>& after, T* sums, const Scratch<T>& scratch) const {
+               const std::vector<T*>& after, T* sums, const By& by) const {
     const Layer<T, S>& layer = layers_[l];
     const Wanted& wanted = wanted_[l];
     for (int64_t i = phase.size(); i--;) {
       const Contraction c = phase.contraction(i, chunk.columns);
       const int64_t whole = phase.first + i;
-      if (wanted.stages[whole]) {
-        T* const gradient = wanted.whole[whole];
-        T* sum = (gradient ? gradient : sums + wanted.offset[whole]) + r * c.weight_size();
-        const bool first = gradient && chunk.unit == 0 && chunk.column == 0;
-        contract_grad_w<T>(c, chunk.block, g, i ? after[i - 1] : x, sum, !first, scratch.elements, scratch.packed);
-      }
-      if (whole <= wanted.earliest && !gx) return;
-      T* to = i ? after[i - 1] : gx;  // a state is used up once its weight gradient is taken
-      contract_grad_x<T>(c, chunk.block, layer.weights[r * layer.stages + whole], g, to, adds && i == 0, scratch.elements,
-                         scratch.packed);
+      const bool of_weight = wanted.stages[whole], of_x = whole > wanted.earliest || gx, adds_here = adds && i == 0;
+      T* const gradient = wanted.whole[whole];
+      T* const sum = !of_weight ? nullptr : (gradient ? gradient : sums + wanted.offset[whole]) + r * c.weight_size();
+      const bool first = gradient && chunk.unit == 0 && chunk.column == 0;
+      const T* const from = i ? after[i - 1] : x;
+      T* const to = i ? after[i - 1] : gx;  // a state is used up once its weight gradient is taken
+      const Weights<T> w = layer.weights[r * layer.stages + whole];
+      by.for_positions(c, [=](Positions part, const Scratch<T>& scratch) {
+        if (of_weight)
+          contract_grad_w<T>(c, chunk.block, part, g, from, sum, !first, scratch.elements, scratch.packed);
+        if (of_x) contract_grad_x<T>(c, chunk.block, part, w, g, to, adds_here, scratch.elements, scratch.packed);
+      });
+      if (!of_x) return;
       g = to;
     }
   }

@@ -62,11 +62,32 @@ template <class T> bool needs_transposed_weight(const Contraction& c, bool inter
 }
 
 // What lies behind an untied contraction's mode changes places with it, so that a position's numbers lie together:
-// [slabs, features, inner] to [slabs, inner, features], or back.
-template <class T> void by_position(int64_t slabs, int64_t features, int64_t inner, const T* from, T* to) {
+// [slabs, features, inner] to [slabs, inner, features], of the positions first .. first + count - 1; and back.
+template <class T>
+void by_position(int64_t slabs, int64_t features, int64_t inner, int64_t first, int64_t count, const T* from, T* to) {
+  from += first, to += first * features;
   for (int64_t slab = 0; slab < slabs; ++slab, from += features * inner, to += features * inner)
-    transpose<T>(features, inner, from, inner, to, features);
+    transpose<T>(features, count, from, inner, to, features);
 }
+template <class T>
+void from_position(int64_t slabs, int64_t features, int64_t inner, int64_t first, int64_t count, const T* from, T* to) {
+  from += first * features, to += first;
+  for (int64_t slab = 0; slab < slabs; ++slab, from += features * inner, to += features * inner)
+    transpose<T>(count, features, from, features, to, inner);
+}
+
+// Some positions of a contraction: all, or one worker's share of an untied one's, which lie along its outer mode or along its
+// inner one.
+struct Positions {
+  int64_t outer, outer_end, inner, inner_end;
+  static Positions all(const Contraction& c) { return {0, c.outer, 0, c.inner}; }
+  // Positions first .. end - 1
+  static Positions of(const Contraction& c, int64_t first, int64_t end) {
+    return c.outer > 1 ? Positions{first, end, 0, c.inner} : Positions{0, c.outer, first, end};
+  }
+  int64_t inners() const { return inner_end - inner; }
+};
+inline bool has_parts(const Contraction& c) { return !c.tied && (c.outer == 1 || c.inner == 1); }
 
 // How much of a reduction is transposed at a time: [piece, p] or [piece, q] has to stay in cache.
 constexpr int64_t kTransposedPiece = 128;
@@ -82,23 +103,31 @@ template <class T> bool stays_near(int64_t numbers) { return numbers * int64_t(s
 // y[o, :, i] (+)= A x[o, :, i], where A is [m, k] with any strides; `b` is its transpose [k, m], without gaps, for
 // where vectors run along m.
 template <class T>
-void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Operand<T> a, const T* b, const T* x, T* y,
-                  bool add, T* packed) {
+void apply_matrix(const Contraction& c, Block block, Positions part, int64_t m, int64_t k, Operand<T> a, const T* b, const T* x,
+                  T* y, bool add, T* packed) {
   const int64_t slabs = block.slabs(c), width = block.width(c), s = block.samples;
+  const T* const weight = a.data;
+  const auto begin = [&](int64_t o) {  // of o's first position
+    a.data = weight + (o * c.inner + part.inner) * c.q * c.p;
+    return std::pair(x + o * k * width + part.inner * s, y + o * m * width + part.inner * s);
+  };
   if (!c.tied && a.row == 1 && !stays_near<T>(m * k)) {  // tiles would read a few numbers of each row from afar
-    for (int64_t o = 0; o < c.outer; ++o, x += k * width, y += m * width)
-      for (int64_t i = 0; i < c.inner; ++i, a.data += c.q * c.p)
+    for (int64_t o = part.outer; o < part.outer_end; ++o) {
+      auto [from, to] = begin(o);
+      for (int64_t i = part.inner; i < part.inner_end; ++i, a.data += c.q * c.p, from += s, to += s)
         for (int64_t at = 0; at < k; at += kLongestSum) {
           const int64_t size = std::min(kLongestSum, k - at);
           const T* rows = a.data + at * m;
           touch(size * m, rows);
-          multiply<T>({m, s, size}, {rows, 1, m}, {x + at * width + i * s, width, 1}, {y + i * s, width, 1},
-                      add || at > 0, packed);
+          multiply<T>({m, s, size}, {rows, 1, m}, {from + at * width, width, 1}, {to, width, 1}, add || at > 0, packed);
         }
+    }
   } else if (!c.tied) {
     a.next = c.q * c.p;
-    for (int64_t o = 0; o < c.outer; ++o, a.data += c.inner * c.q * c.p, x += k * width, y += m * width)
-      multiply<T>({m, s, k, c.inner}, a, {x, width, 1, s}, {y, width, 1, s}, add, packed);
+    for (int64_t o = part.outer; o < part.outer_end; ++o) {
+      const auto [from, to] = begin(o);
+      multiply<T>({m, s, k, part.inners()}, a, {from, width, 1, s}, {to, width, 1, s}, add, packed);
+    }
   } else if (width == 1) {
     multiply<T>({slabs, m, k}, {x, k, 1}, {b, m, 1}, {y, m, 1}, add, packed);
   } else {
@@ -106,47 +135,48 @@ void apply_matrix(const Contraction& c, Block block, int64_t m, int64_t k, Opera
   }
 }
 
-// An untied contraction in the plain layout, for fewer samples than fill vectors: f(weight, from, to) for each position,
-// whose rows of k numbers are made to rows of m.
+// An untied contraction in the plain layout, for fewer samples than fill vectors: f(weight, from, to) for each position of a
+// part, whose rows of k numbers are made to rows of m.
 template <class T, class F>
-void for_positions(const Contraction& c, int64_t samples, int64_t m, int64_t k, const T* weight, const T* x, T* y,
+void for_positions(const Contraction& c, int64_t samples, Positions part, int64_t m, int64_t k, const T* weight, const T* x, T* y,
                    T* scratch, F&& f) {
-  const int64_t positions = c.outer * c.inner;
+  const int64_t positions = c.outer * c.inner, slabs = samples * c.outer;
   const T* from = x;
   T* to = y;
   if (c.inner > 1) {
-    by_position(samples * c.outer, k, c.inner, x, scratch);
+    by_position(slabs, k, c.inner, part.inner, part.inners(), x, scratch);
     from = scratch, to = scratch + samples * positions * k;
   }
-  for (int64_t i = 0; i < positions; ++i)
-    f(weight + i * c.q * c.p, Operand<T>{from + i * k, positions * k, 1}, Operand<T>{to + i * m, positions * m, 1});
-  if (c.inner > 1) by_position(samples * c.outer, c.inner, m, to, y);
+  for (int64_t o = part.outer; o < part.outer_end; ++o)
+    for (int64_t i = o * c.inner + part.inner; i < o * c.inner + part.inner_end; ++i)
+      f(weight + i * c.q * c.p, Operand<T>{from + i * k, positions * k, 1}, Operand<T>{to + i * m, positions * m, 1});
+  if (c.inner > 1) from_position(slabs, m, c.inner, part.inner, part.inners(), to, y);
 }
 
 // y (+)= W x
 template <class T>
-void contract(const Contraction& c, Block block, Weights<T> w, const T* x, T* y, bool add, T* scratch, T* packed) {
+void contract(const Contraction& c, Block block, Positions part, Weights<T> w, const T* x, T* y, bool add, T* scratch, T* packed) {
   if (!c.tied && !block.interleaved)
-    for_positions(c, block.samples, c.q, c.p, w.data, x, y, scratch, [&](const T* weight, Operand<T> from, Operand<T> to) {
+    for_positions(c, block.samples, part, c.q, c.p, w.data, x, y, scratch, [&](const T* weight, Operand<T> from, Operand<T> to) {
       multiply_dots<T>({block.samples, c.q, c.p}, from, {weight, c.p, 1}, to, false);
     });
   else if (c.tied && block.width(c) == 1 && !w.transposed)
     multiply_dots<T>({block.slabs(c), c.q, c.p}, {x, c.p, 1}, {w.data, c.p, 1}, {y, c.q, 1}, add);
   else
-    apply_matrix<T>(c, block, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
+    apply_matrix<T>(c, block, part, c.q, c.p, {w.data, c.p, 1}, w.transposed, x, y, add, packed);
 }
 
 // grad_x (+)= W' grad_y
 template <class T>
-void contract_grad_x(const Contraction& c, Block block, Weights<T> w, const T* grad_y, T* grad_x, bool add, T* scratch,
-                     T* packed) {
+void contract_grad_x(const Contraction& c, Block block, Positions part, Weights<T> w, const T* grad_y, T* grad_x, bool add,
+                     T* scratch, T* packed) {
   if (!c.tied && !block.interleaved)
-    for_positions(c, block.samples, c.p, c.q, w.data, grad_y, grad_x, scratch,
+    for_positions(c, block.samples, part, c.p, c.q, w.data, grad_y, grad_x, scratch,
                   [&](const T* weight, Operand<T> from, Operand<T> to) {
                     multiply<T>({block.samples, c.p, c.q}, from, {weight, c.p, 1}, to, false, packed);
                   });
   else
-    apply_matrix<T>(c, block, c.p, c.q, {w.data, 1, c.p}, w.data, grad_y, grad_x, add, packed);
+    apply_matrix<T>(c, block, part, c.p, c.q, {w.data, 1, c.p}, w.data, grad_y, grad_x, add, packed);
 }
 
 // Slabs of one kind: rows of `length` elements, `row` apart, in `count` slabs.
@@ -220,25 +250,28 @@ void add_rows_products(const Contraction& c, int64_t count, const T* grad_y, int
 
 // grad_w (+)= grad_y x'. Padding is left out: times an infinite weight, its zeros have become NaN.
 template <class T>
-void contract_grad_w(const Contraction& c, Block block, const T* grad_y, const T* x, T* grad_w, bool add, T* scratch,
-                     T* packed) {
+void contract_grad_w(const Contraction& c, Block block, Positions part, const T* grad_y, const T* x, T* grad_w, bool add,
+                     T* scratch, T* packed) {
   const bool at_once = !c.tied || (!block.interleaved && c.inner == 1);  // rather than in several sums
   if (!add && !at_once) std::fill(grad_w, grad_w + c.weight_size(), T(0));
   const int64_t width = block.width(c), p = c.p, q = c.q, s = block.samples, positions = c.outer * c.inner;
   if (!c.tied && block.interleaved) {
-    for (int64_t o = 0; o < c.outer; ++o, grad_y += q * width, x += p * width)
-      for (int64_t i = 0; i < c.inner; ++i, grad_w += q * p)
-        add_outer_products(c, {1, block.valid, width}, grad_y + i * s, 0, x + i * s, 0, grad_w, add, scratch);
+    for (int64_t o = part.outer; o < part.outer_end; ++o)
+      for (int64_t i = part.inner; i < part.inner_end; ++i)
+        add_outer_products(c, {1, block.valid, width}, grad_y + o * q * width + i * s, 0, x + o * p * width + i * s, 0,
+                           grad_w + (o * c.inner + i) * q * p, add, scratch);
   } else if (!c.tied) {
     if (c.inner > 1) {
       T* at = scratch;
-      by_position(s * c.outer, p, c.inner, x, at);
+      by_position(s * c.outer, p, c.inner, part.inner, part.inners(), x, at);
       x = at, at += s * positions * p;
-      by_position(s * c.outer, q, c.inner, grad_y, at);
+      by_position(s * c.outer, q, c.inner, part.inner, part.inners(), grad_y, at);
       grad_y = at;
     }
-    for (int64_t i = 0; i < positions; ++i, grad_w += q * p)
-      add_rows_products<T>(c, s, grad_y + i * q, positions * q, x + i * p, positions * p, grad_w, add, nullptr, packed);
+    for (int64_t o = part.outer; o < part.outer_end; ++o)
+      for (int64_t i = o * c.inner + part.inner; i < o * c.inner + part.inner_end; ++i)
+        add_rows_products<T>(c, s, grad_y + i * q, positions * q, x + i * p, positions * p, grad_w + i * q * p, add, nullptr,
+                             packed);
   } else if (block.interleaved && block.valid == s) {
     add_outer_products(c, {c.outer, width, width}, grad_y, q * width, x, p * width, grad_w, true, scratch);
   } else if (block.interleaved) {

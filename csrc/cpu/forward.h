@@ -12,7 +12,7 @@ void run_forward(const Problem& problem, void* y, int threads, const Parallel& p
       rows[0] = take(rows_size), rows[1] = take(rows_size);
       workers.take(run.workers, run.scratch_size, take);
       states.clear();
-      for (const Layer<T, S>& layer : run.layers) states.push_back(layer.make_states(run.samples, false, take, run.workers));
+      for (const Layer<T, S>& layer : run.layers) states.push_back(layer.make_states(run.samples, false, take, run.places));
     });
     run.for_blocks(task, [&](int64_t first, int64_t count) {
       const T* x = run.read_x(first, count, rows[1], workers);

@@ -60,6 +60,47 @@ template <class T> class Workers {
   }
 };
 
+// A chunk of a phase, which one worker does, at once.
+template <class T> struct Alone {
+  const Scratch<T>& scratch;
+
+  const T* gather(const Phase& phase, const Chunk& chunk, int64_t size, const T* rows, T* local) const {
+    return phase.gather(chunk, size, rows, local);
+  }
+  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows, bool adds) const {
+    if (!phase.in_place()) phase.scatter(chunk, size, local, rows, adds);
+  }
+  // f(part, scratch) for all positions of a contraction
+  template <class F> void for_positions(const Contraction& c, F&& f) const { f(Positions::all(c), scratch); }
+};
+
+// A chunk that all workers do together: each has some features where it is brought together, and then some positions of each
+// untied contraction. So each has weights and their gradients of its own.
+template <class T> struct Together {
+  const Workers<T>& workers;
+
+  const T* gather(const Phase& phase, const Chunk& chunk, int64_t size, const T* rows, T* local) const {
+    rows += chunk.unit * size;
+    if (phase.in_place()) return rows;
+    workers.share(size, kLanes<T>, [=](int64_t first, int64_t end, int64_t) {
+      if (first < end) Phase::gather_some(chunk, size, first, end, rows, local);
+    });
+    return local;
+  }
+  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows, bool adds) const {
+    if (phase.in_place()) return;
+    rows += chunk.unit * size;
+    workers.share(size, kLanes<T>, [=](int64_t first, int64_t end, int64_t) {
+      if (first < end) Phase::scatter_some(chunk, size, first, end, local, rows, adds);
+    });
+  }
+  template <class F> void for_positions(const Contraction& c, F&& f) const {
+    workers.share(c.outer * c.inner, 1, [=, of = &workers](int64_t first, int64_t end, int64_t worker) {
+      if (first < end) f(Positions::of(c, first, end), of->scratch[worker]);
+    });
+  }
+};
+
 template <class T, class S> constexpr bool kConverts = !std::is_same<T, S>::value;
 
 // Rows of a tensor as T: where they lie if they are T already, else converted into `rows`.
@@ -102,6 +143,7 @@ template <class T> struct States {
 template <class T, class S> struct Layer {
   const void* const* tensors;  // its weights, its activation's parameters and its bias
   int64_t rows;                // samples that its prepared weights are for
+  bool apart = false;          // whether workers share each chunk, by positions
   std::vector<Group> groups;
   Chain chain;  // with one contraction for each group
   int64_t in, out, stages;
@@ -225,14 +267,32 @@ template <class T, class S> struct Layer {
   }
 
   // The first `count` contractions of a phase for a chunk and term r; the last of all is added to what there is, if `adds`.
+  template <class By>
   void contract_chunk(const Phase& phase, const Chunk& chunk, int64_t r, int64_t count, const T* x,
-                      const std::vector<T*>& after, T* y, bool adds, const Scratch<T>& scratch) const {
+                      const std::vector<T*>& after, T* y, bool adds, const By& by) const {
     for (int64_t i = 0; i < count; ++i) {
-      const bool last = i + 1 == phase.size();
+      const bool last = i + 1 == phase.size(), adds_here = last && adds;
       T* to = last ? y : after[i];
-      contract<T>(phase.contraction(i, chunk.columns), chunk.block, weights[r * stages + phase.first + i], x, to,
-                  last && adds, scratch.elements, scratch.packed);
+      const Contraction c = phase.contraction(i, chunk.columns);
+      const Weights<T> w = weights[r * stages + phase.first + i];
+      by.for_positions(c, [=](Positions part, const Scratch<T>& scratch) {
+        contract<T>(c, chunk.block, part, w, x, to, adds_here, scratch.elements, scratch.packed);
+      });
       x = to;
+    }
+  }
+
+  // f(chunk, states, by) for a phase's chunks: workers have some each, or all of them do one after another together.
+  template <class F>
+  void for_chunks(int64_t which, int64_t samples, const States<T>& states, const Workers<T>& workers, F&& f) const {
+    const Phase& phase = phases[which];
+    if (apart && workers.count() > 1) {
+      for (int64_t i = 0; i < phase.chunks(samples); ++i)
+        f(phase.chunk<T>(i, samples), states.chunk[0][which], 0, Together<T>{workers});
+    } else {
+      workers.for_chunks(phase, samples, [=, &states, &workers](const Chunk& chunk, int64_t worker) {
+        f(chunk, states.chunk[worker][which], worker, Alone<T>{workers.scratch[worker]});
+      });
     }
   }
 
@@ -240,15 +300,12 @@ template <class T, class S> struct Layer {
   void run(int64_t which, int64_t samples, int64_t from, int64_t to, const T* x, T* y, bool adds, const States<T>& states,
            const Workers<T>& workers) const {
     const Phase& phase = phases[which];
-    workers.for_chunks(phase, samples, [=, &phase, &states, &workers](const Chunk& chunk, int64_t worker) {
-      const typename States<T>::OfChunk& own = states.chunk[worker][which];
-      const T* chunk_x = phase.gather(chunk, phase.in, x, own.x);
+    for_chunks(which, samples, states, workers, [=, &phase](const Chunk& chunk, const auto& own, int64_t, const auto& by) {
+      const T* chunk_x = by.gather(phase, chunk, phase.in, x, own.x);
       T* chunk_y = phase.in_place() ? y + chunk.unit * phase.out : own.y;
-      for (int64_t r = from; r < to; ++r) {
-        const bool adds_here = r > from || (adds && phase.in_place());
-        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, adds_here, workers.scratch[worker]);
-      }
-      if (!phase.in_place()) phase.scatter(chunk, phase.out, chunk_y, y, adds);
+      for (int64_t r = from; r < to; ++r)
+        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, r > from || (adds && phase.in_place()), by);
+      by.scatter(phase, chunk, phase.out, chunk_y, y, adds);
     });
   }
 

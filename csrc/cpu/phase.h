@@ -75,19 +75,28 @@ struct Phase {
       move(size / inner, chunk.columns, rows + chunk.column, inner, local, chunk.columns, false);
       return local;
     }
-    const int64_t padded = chunk.block.samples;
-    transpose<T>(chunk.units, size, rows, size, local, padded);
-    if (chunk.units < padded)
-      for (int64_t i = 0; i < size; ++i)
-        std::fill(local + i * padded + chunk.units, local + (i + 1) * padded, T(0));
+    gather_some(chunk, size, 0, size, rows, local);
     return local;
+  }
+  // The features first .. end - 1 of rows, interleaved.
+  template <class T>
+  static void gather_some(const Chunk& chunk, int64_t size, int64_t first, int64_t end, const T* rows, T* local) {
+    const int64_t padded = chunk.block.samples;
+    transpose<T>(chunk.units, end - first, rows + first, size, local + first * padded, padded);
+    if (chunk.units < padded)
+      for (int64_t i = first; i < end; ++i)
+        std::fill(local + i * padded + chunk.units, local + (i + 1) * padded, T(0));
   }
 
   // rows (+)= a chunk that has been made in `local`.
   template <class T> void scatter(const Chunk& chunk, int64_t size, const T* local, T* rows, bool add) const {
     rows += chunk.unit * size;
     if (by_columns) move(size / inner, chunk.columns, local, chunk.columns, rows + chunk.column, inner, add);
-    else transpose<T>(size, chunk.units, local, chunk.block.samples, rows, size, add);
+    else scatter_some(chunk, size, 0, size, local, rows, add);
+  }
+  template <class T>
+  static void scatter_some(const Chunk& chunk, int64_t size, int64_t first, int64_t end, const T* local, T* rows, bool add) {
+    transpose<T>(end - first, chunk.units, local + first * chunk.block.samples, chunk.block.samples, rows + first, size, add);
   }
 
  private:

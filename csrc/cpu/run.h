@@ -1,12 +1,16 @@
 // What forward and backward share: the layers, their weights prepared, and the way over the batch.
 //
-// The batch is cut into blocks, and the blocks into as many tasks as there are threads. Where a layer has fewer samples than fill
-// all threads, they may go through its blocks together: each has some chunks of every phase. Called by forward.h and backward.h.
+// The batch is cut into blocks, and the blocks into as many tasks as there are threads. Where a layer has few samples, threads may
+// go through its blocks together: each has some chunks of every phase, or some positions of every untied contraction. Called by
+// forward.h and backward.h.
 
 // Samples whose gradients of large weights are summed in one place: so many, and no fewer if there are
 constexpr int64_t kSummedTogether = 256, kFewestTogether = 16;
 constexpr int64_t kLargeBytes = 1 << 20;  // of weights
 constexpr int64_t kFewSamples = 2;        // of a thread, of which some have one less than others, or none
+// Cycles for a byte of weights whose gradients are summed in a place for each thread, cleared, added up and copied: beyond the
+// second-level cache, and in it.
+constexpr double kFarSumsCost = 0.4, kNearSumsCost = 0.15;
 
 // Everything the blocks of one call share.
 template <class T, class S> struct Run {
@@ -18,6 +22,7 @@ template <class T, class S> struct Run {
   int64_t samples;      // of a block
   int64_t blocks, tasks;
   int64_t workers = 1;  // of a task
+  int64_t places = 1;   // of a task's chunks and sums: one for each worker who has chunks of his own
 
   // `backward`: whether it is for gradients, which keep each layer's states until a block is done.
   Run(const Problem& problem_, bool backward, int threads) : problem(problem_), batch(problem_.batch) {
@@ -29,13 +34,11 @@ template <class T, class S> struct Run {
     layers.reserve(problem.layers.size());
     for (const Chain* chain : problem.layers) {
       layers.emplace_back(*chain, tensors, share, share, backward);
-      if (problem.layers.size() == 1 && batch % threads && batch < kFewSamples * threads) {
-        Layer<T, S> shared(*chain, tensors, batch, batch, backward, threads);
-        if (shared.cut->cost + kForkCost * (batch == 1) < layers[0].cut->cost) {
-          workers = threads, share = batch;
-          layers.clear();
-          layers.push_back(std::move(shared));
-        }
+      if (problem.layers.size() == 1 && threads > 1 && go_together(layers[0].chain, share, backward, threads)) {
+        share = batch;
+        layers.clear();
+        layers.emplace_back(*chain, tensors, batch, batch, backward, places);
+        layers[0].apart = places < workers;
       }
       const Layer<T, S>& layer = layers.back();
       tensors += chain->weights() + chain->bias;
@@ -51,12 +54,43 @@ template <class T, class S> struct Run {
     samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
     if (workers > 1) samples = batch;
     blocks = (batch + samples - 1) / samples;
-    tasks = workers > 1 ? 1 : std::min<int64_t>(threads, blocks);
+    tasks = std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
     for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
     T* at = Arena<T>(Purpose::weights, size).take(size);
     for (Layer<T, S>& layer : layers) layer.prepare([&](int64_t n) { return at += n, at - n; });
+  }
+
+  // Whether threads go through a layer's samples together, rather than with a share of them each.
+  bool go_together(const Chain& chain, int64_t share, bool backward, int threads) {
+    const bool forks = share < batch;  // anyway
+    double least = Phases<T>::of(chain, share, share, backward, 1)->cost - (forks ? 0 : kForkCost);
+    if (forks && backward) least += sums_cost();
+    if (batch % threads && batch < kFewSamples * threads) {
+      const double cost = Phases<T>::of(chain, batch, batch, backward, threads)->cost;
+      if (cost < least) least = cost, workers = places = threads;
+    }
+    if (batch <= kSummedTogether && by_positions_cost(chain, backward, threads) < least) workers = threads, places = 1;
+    return workers > 1;
+  }
+  double sums_cost() const {
+    const int64_t bytes = weight_bytes();
+    return double(bytes) * (bytes > kNearBytes ? kFarSumsCost : kNearSumsCost);
+  }
+  // Of the thread that has most positions.
+  double by_positions_cost(const Chain& chain, bool backward, int threads) const {
+    double most = 0;  // of the positions of a contraction
+    for (const Contraction& c : chain.contractions) {
+      if (!has_parts(c)) return kNever;
+      const int64_t positions = c.outer * c.inner;
+      most = std::max(most, double((positions + threads - 1) / threads) / double(positions));
+    }
+    const auto cut = Phases<T>::of(chain, batch, batch, backward, 1);
+    double meetings = 0;
+    for (const Phase& phase : cut->phases)
+      meetings += double(phase.chunks(batch)) * double(backward ? 2 * phase.size() + 2 : phase.size() + 2 * !phase.in_place());
+    return cut->cost * most + kMeetCost * meetings;
   }
 
   // Of weights that a sample takes once: what is summed of few samples is little beside these.
