@@ -40,7 +40,7 @@ class Tensors:
 
     x: Tensor
     grad_y: Tensor
-    weights: list[Tensor]
+    weights: list[Tensor]  # parameters
 
     @classmethod
     def random(cls, workload: Workload, dtype: str) -> Tensors:
@@ -49,7 +49,7 @@ class Tensors:
         x = torch.randn(workload.batch, inputs, **to).requires_grad_()
         grad_y = torch.randn(workload.batch, outputs, **to)
         # Scaled by the summands of each contraction: no dtype overflows.
-        weights = [torch.randn(s, **to).div_(math.sqrt(s[-1])).requires_grad_() for s in _shapes(workload)]
+        weights: list[Tensor] = [nn.Parameter(torch.randn(s, **to).div_(math.sqrt(s[-1]))) for s in _shapes(workload)]
         return cls(x, grad_y, weights)
 
 
@@ -130,12 +130,10 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _holding(module: nn.Module, weights: list[Tensor]) -> nn.Module:
-    """Plain tensors, shared by all subjects, that want a gradient, in the place of the parameters."""
+    """With parameters that all subjects share."""
     for name, weight in zip(_names(module), weights, strict=True):
         owner, _, own = name.rpartition(".")
-        part = module.get_submodule(owner)
-        delattr(part, own)
-        setattr(part, own, weight)
+        setattr(module.get_submodule(owner), own, weight)
     return module
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benches.subjects import EPS, TOLERANCES, Call, Tensors, build
 from benches.workloads import Block, Workload
@@ -78,7 +78,7 @@ def _widest(workload: Workload) -> int:
 
 def _weights_in_float64(workload: Workload, tensors: Tensors) -> tuple[Tensor, ...]:
     """Their gradients, of all samples."""
-    leaves = [t.detach().double().requires_grad_() for t in (tensors.x, *tensors.weights)]
+    leaves: list[Tensor] = [nn.Parameter(t.detach().double()) for t in (tensors.x, *tensors.weights)]
     exact = Tensors(leaves[0], tensors.grad_y.double(), leaves[1:])
     return build("v2", workload, exact).run("forward_backward")[2:]
 
@@ -86,7 +86,7 @@ def _weights_in_float64(workload: Workload, tensors: Tensors) -> tuple[Tensor, .
 def _in_float64(workload: Workload, tensors: Tensors, picked: Tensor) -> tuple[Tensor, Tensor]:
     """y and grad_x of the samples picked."""
     x = tensors.x.detach()[picked].double().requires_grad_()
-    weights = [weight.detach().double().requires_grad_() for weight in tensors.weights]
+    weights: list[Tensor] = [nn.Parameter(weight.detach().double()) for weight in tensors.weights]
     exact = Tensors(x, tensors.grad_y[picked].double(), weights)
     y, grad_x, *_ = build("dense" if isinstance(workload, Block) else "v1", workload, exact).run("forward_backward")
     return y.detach(), grad_x
