@@ -20,11 +20,16 @@ int threads_for(double multiply_adds) {
   return multiply_adds < least ? 1 : int(torch::stable::get_num_threads());
 }
 
+// Multiply-adds that take as long as a number that a contraction reads or makes does, and one that an activation makes.
+constexpr double kMovedWork = 8, kActivatedWork = 32;
+
 int threads_for(const cpu::Problem& problem) {
   double work = 0;
-  for (const Chain* layer : problem.layers)
+  for (const Chain* layer : problem.layers) {
     for (const Contraction& c : layer->contractions)
-      work += double(c.outer * c.q * c.inner * c.p) * double(layer->rank);
+      work += double(c.outer * c.inner) * (double(c.q * c.p) + kMovedWork * double(c.q + c.p)) * double(layer->rank);
+    if (layer->activation != "identity") work += kActivatedWork * double(layer->out_features());
+  }
   return threads_for(work * double(problem.batch));
 }
 
