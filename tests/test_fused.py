@@ -79,8 +79,8 @@ SHARED_CASES = [
     Case(kronecker((8, 6, 16, 24, 8), (8, 6, 16, 24, 8), rank=2), 3, True),
 ]
 
-# Few samples of untied weights: threads share the positions of each contraction, in the plain layout and interleaved, of one
-# chunk and of several; more threads than positions, and one whose positions lie along two modes, which is not shared.
+# Few samples of untied weights: threads share the positions of each contraction, in the plain layout and interleaved,
+# of one chunk and of several; more threads than positions, and positions along two modes, which are not shared.
 POSITIONS_CASES = [
     Case(monarch((43, 68), (300, 43), rank=2), 1, True, "gelu"),
     Case(monarch((43, 68), (300, 43), rank=2), 3, False),
