@@ -134,12 +134,13 @@ def test_any_number_of_samples(samples: int, choose: Any) -> None:
             decoder.step(*inputs(decoder, samples))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("hidden", [300, 1100])  # sums of one piece, and of several
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_by_any_number_of_threads_and_beside_any_samples(dtype: torch.dtype) -> None:
+def test_the_same_bits_by_any_number_of_threads_and_beside_any_samples(dtype: torch.dtype, hidden: int) -> None:
     torch.manual_seed(0)
-    modules = nn.Embedding(900, 40), nn.GRU(40, 300, 2), nn.Linear(300, 900)
+    modules = nn.Embedding(900, 40), nn.GRU(40, hidden, 2), nn.Linear(hidden, 900)
     decoder = GRUDecoder(*(module.to(dtype) for module in modules), ("best", 5), implementation="fused")
-    tokens, state = torch.randint(900, (8,)), torch.randn(2, 8, 300).to(dtype)
+    tokens, state = torch.randint(900, (8,)), torch.randn(2, 8, hidden).to(dtype)
     threads, made = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):

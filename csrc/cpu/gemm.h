@@ -325,17 +325,21 @@ __attribute__((noinline)) void multiply_dots_by(const Size& size, Operand<T> a, 
     }
 }
 
-// How much of a sum is done at a time: the pieces of so many rows, which all tiles go through, stay in the second-level cache.
+// How much of a sum is done at a time: the pieces of so many rows, which all tiles go through, stay in the second-level cache,
+// wherever their pages lie.
+#if defined(ISA_AVX512)
+constexpr int64_t kDottedBytes = 256 << 10;  // of 1 MB or more
+#else
 constexpr int64_t kDottedBytes = 64 << 10;
+#endif
 template <class T> int64_t dotted_piece(int64_t rows) {
   constexpr int64_t L = kLanes<T>;
   return std::clamp<int64_t>(kDottedBytes / int64_t(sizeof(T)) / rows, 16 * L, 1024) / L * L;
 }
 
 // C[m, n] (+)= the sum over terms of A[m, k] B[n, k]', where vectors run along k: where few rows of A or B leave the vectors
-// of multiply() empty, or B would have to be transposed for it.
-template <class T> void multiply_dots(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add) {
-  const int64_t piece = dotted_piece<T>(size.m + size.n);
+// of multiply() empty, or B would have to be transposed for it. `piece`: terms done at a time, which decide a sum's last bits.
+template <class T> void multiply_dots(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add, int64_t piece) {
   for (int64_t left = size.k; left > 0; left -= piece, a.data += piece, b.data += piece, add = true) {
     size.k = std::min(left, piece);
     if (size.n == 1) multiply_dots_by<T, kDots, 1>(size, a, b, c, add);
@@ -344,4 +348,7 @@ template <class T> void multiply_dots(Size size, Operand<T> a, Operand<T> b, Ope
     else if (size.m == 2) multiply_dots_by<T, 2, kDots / 2>(size, a, b, c, add);
     else multiply_dots_by<T, kDots / 4, 4>(size, a, b, c, add);
   }
+}
+template <class T> void multiply_dots(Size size, Operand<T> a, Operand<T> b, Operand<T> c, bool add) {
+  multiply_dots<T>(size, a, b, c, add, dotted_piece<T>(size.m + size.n));
 }
