@@ -149,7 +149,7 @@ template <class T, class S> class Backward {
       kept.states = layer.make_states(samples, true, take, run_.places);
       kept.z = take(layer.out * samples);
       kept.y = l + 1 < count_ ? take(layer.out * samples) : nullptr;
-      for (const Phase& phase : layer.phases)
+      for (const Phase& phase : layer.cut->phases)
         if (phase.last < layer.stages) largest = std::max(largest, phase.out * phase.slabs);
     }
     for (T*& between : b.between) between = take(largest * samples);
@@ -246,7 +246,7 @@ template <class T, class S> class Backward {
       if (!passes && wanted_[l].earliest == layer.stages) return;
       const bool apart = l || grad_inputs_;
       T* gx = !passes ? nullptr : apart ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
-      if (layer.phases.size() == 1) {
+      if (layer.cut->phases.size() == 1) {
         go_back(l, 0, count, 0, layer.chain.rank, b.kept[l].x, g, gx, false, b);
       } else {
         for (int64_t r = 0; r < layer.chain.rank; ++r) go_back(l, count, r, g, gx, b);
@@ -262,12 +262,12 @@ template <class T, class S> class Backward {
   void go_back(int64_t l, int64_t count, int64_t r, const T* g, T* gx, const Buffers& b) const {
     const Layer<T, S>& layer = layers_[l];
     const Kept& kept = b.kept[l];
-    const int64_t phases = int64_t(layer.phases.size());
+    const int64_t phases = int64_t(layer.cut->phases.size());
     int64_t reach = phases;  // behind the last phase of which a weight's gradient is wanted, whose x has to be there
-    while (reach && !wants_of(l, layer.phases[reach - 1], 0)) --reach;
+    while (reach && !wants_of(l, layer.cut->phases[reach - 1], 0)) --reach;
     if (!kept.has_states && reach) layer.run_term(r, reach - 1, count, kept.x, nullptr, kept.states, b.workers);
     for (int64_t i = phases; i--;) {
-      const bool needed = gx || wanted_[l].earliest < layer.phases[i].first;  // the gradient of the phase's x
+      const bool needed = gx || wanted_[l].earliest < layer.cut->phases[i].first;  // the gradient of the phase's x
       T* to = !needed ? nullptr : i ? b.between[i % 2] : gx;
       go_back(l, i, count, r, r + 1, i ? kept.states.between[i - 1] : kept.x, g, to, i == 0 && r > 0, b);
       if (!needed) return;
@@ -288,8 +288,8 @@ template <class T, class S> class Backward {
   void go_back(int64_t l, int64_t which, int64_t count, int64_t from, int64_t to, const T* x, const T* g, T* gx, bool adds,
                const Buffers& b) const {
     const Layer<T, S>& layer = layers_[l];
-    const Phase& phase = layer.phases[which];
-    const bool one_chunk = layer.phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
+    const Phase& phase = layer.cut->phases[which];
+    const bool one_chunk = layer.cut->phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
     const bool has_states = b.kept[l].has_states && one_chunk;
     const bool needs_x = wants_of(l, phase, 0), needs_states = wants_of(l, phase, 1);
     layer.for_chunks(which, count, b.kept[l].states, b.workers,

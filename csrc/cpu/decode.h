@@ -97,7 +97,8 @@ template <class T, class S> class DecodeStep {
   // Products of x [batch, features] and `count` rows of a weight, in pieces that are the same for any batch and count.
   void multiply(const void* weight, int64_t row, int64_t count, const T* x, int64_t features, T* buffer, T* y) const {
     const T* rows = read_rows<T, S>(weight, row, count, features, buffer);
-    multiply_dots<T>({batch_, count, features}, {x, features, 1}, {rows, features, 1}, {y, count, 1}, false, dotted_piece<T>(2 * kRows));
+    multiply_dots<T>({batch_, count, features}, {x, features, 1}, {rows, features, 1}, {y, count, 1}, false,
+                     dotted_piece<T>(2 * kRows));
   }
 
   // Features from .. end - 1 of the state behind a step.

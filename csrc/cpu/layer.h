@@ -148,17 +148,22 @@ template <class T, class S> struct Layer {
   Chain chain;  // with one contraction for each group
   int64_t in, out, stages;
   typename Phases<T>::Known cut;
-  const std::vector<Phase>& phases;
   Activation<T> activation;                  // behind the bias
   std::vector<Weights<T>> weights;           // [rank * stages], in the order of contraction
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
 
   // `samples` at once, of so many `rows_` in all.
-  Layer(const Chain& given, const void* const* tensors_, int64_t samples, int64_t rows_, bool backward, int64_t workers = 1)
+  Layer(const Chain& given, const void* const* tensors_, int64_t samples, int64_t rows_, bool backward)
       : tensors(tensors_), rows(rows_),
         groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
         chain(with(given, groups)), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())),
-        cut(Phases<T>::of(chain, samples, rows, backward, workers)), phases(cut->phases) {}
+        cut(Phases<T>::of(chain, samples, rows, backward, 1)) {}
+
+  // For so many samples, all of them at once, in phases whose chunks workers share.
+  void cut_again(int64_t samples, bool backward, int64_t workers) {
+    rows = samples;
+    cut = Phases<T>::of(chain, samples, rows, backward, workers);
+  }
 
   static Chain with(Chain chain, const std::vector<Group>& groups) {
     chain.contractions.clear();
@@ -183,7 +188,7 @@ template <class T, class S> struct Layer {
 
   // Whether contraction i has vectors along its outputs.
   bool needs_transposed(int64_t i) const {
-    const Phase& phase = *std::find_if(phases.begin(), phases.end(), [&](const Phase& p) { return i < p.last; });
+    const Phase& phase = *std::find_if(cut->phases.begin(), cut->phases.end(), [&](const Phase& p) { return i < p.last; });
     const Contraction c = phase.contraction(i - phase.first, phase.columns);
     return needs_transposed_weight<T>(c, phase.interleaved, rows * phase.slabs);
   }
@@ -238,7 +243,7 @@ template <class T, class S> struct Layer {
   template <class Take> States<T> make_states(int64_t samples, bool keeps, Take&& take, int64_t workers = 1) const {
     States<T> states;
     states.chunk.resize(size_t(workers));
-    for (const Phase& phase : phases) {
+    for (const Phase& phase : cut->phases) {
       for (auto& of_worker : states.chunk) of_worker.push_back(make_chunk(phase, keeps, take));
       if (phase.last < stages) states.between.push_back(take(phase.out * phase.slabs * samples));
     }
@@ -260,7 +265,7 @@ template <class T, class S> struct Layer {
   }
   int64_t scratch_size() const {
     int64_t size = 0;
-    for (const Phase& phase : phases)
+    for (const Phase& phase : cut->phases)
       for (int64_t i = 0; i < phase.size(); ++i)
         size = std::max(size, contract_scratch(phase.contraction(i, phase.columns), phase.template block<T>(phase.units)));
     return size;
@@ -285,7 +290,7 @@ template <class T, class S> struct Layer {
   // f(chunk, states, by) for a phase's chunks: workers have some each, or all of them do one after another together.
   template <class F>
   void for_chunks(int64_t which, int64_t samples, const States<T>& states, const Workers<T>& workers, F&& f) const {
-    const Phase& phase = phases[which];
+    const Phase& phase = cut->phases[which];
     if (apart && workers.count() > 1) {
       for (int64_t i = 0; i < phase.chunks(samples); ++i)
         f(phase.chunk<T>(i, samples), states.chunk[0][which], 0, Together<T>{workers});
@@ -299,7 +304,7 @@ template <class T, class S> struct Layer {
   // A phase of the terms from .. to - 1, of rows x to rows (+)= y.
   void run(int64_t which, int64_t samples, int64_t from, int64_t to, const T* x, T* y, bool adds, const States<T>& states,
            const Workers<T>& workers) const {
-    const Phase& phase = phases[which];
+    const Phase& phase = cut->phases[which];
     for_chunks(which, samples, states, workers, [=, &phase](const Chunk& chunk, const auto& own, int64_t, const auto& by) {
       const T* chunk_x = by.gather(phase, chunk, phase.in, x, own.x);
       T* chunk_y = phase.in_place() ? y + chunk.unit * phase.out : own.y;
@@ -313,7 +318,7 @@ template <class T, class S> struct Layer {
   void run_term(int64_t r, int64_t count, int64_t samples, const T* x, T* y, const States<T>& states,
                 const Workers<T>& workers) const {
     for (int64_t i = 0; i < count; ++i) {
-      const bool last = i + 1 == int64_t(phases.size());
+      const bool last = i + 1 == int64_t(cut->phases.size());
       T* to = last ? y : states.between[i];
       run(i, samples, r, r + 1, x, to, last && r > 0, states, workers);
       x = to;
@@ -322,8 +327,8 @@ template <class T, class S> struct Layer {
 
   // From rows x to rows y, before the bias.
   void contract_all(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {
-    if (phases.size() == 1) return run(0, samples, 0, chain.rank, x, y, false, states, workers);
-    for (int64_t r = 0; r < chain.rank; ++r) run_term(r, int64_t(phases.size()), samples, x, y, states, workers);
+    if (cut->phases.size() == 1) return run(0, samples, 0, chain.rank, x, y, false, states, workers);
+    for (int64_t r = 0; r < chain.rank; ++r) run_term(r, int64_t(cut->phases.size()), samples, x, y, states, workers);
   }
 
   void forward(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {

@@ -33,14 +33,12 @@ template <class T, class S> struct Run {
     int64_t bytes = 0;
     layers.reserve(problem.layers.size());
     for (const Chain* chain : problem.layers) {
-      layers.emplace_back(*chain, tensors, share, share, backward);
-      if (problem.layers.size() == 1 && threads > 1 && go_together(layers[0].chain, share, backward, threads)) {
+      Layer<T, S>& layer = layers.emplace_back(*chain, tensors, share, share, backward);
+      if (problem.layers.size() == 1 && threads > 1 && go_together(layer, share, backward, threads)) {
         share = batch;
-        layers.clear();
-        layers.emplace_back(*chain, tensors, batch, batch, backward, places);
-        layers[0].apart = places < workers;
+        layer.cut_again(batch, backward, places);
+        layer.apart = places < workers;
       }
-      const Layer<T, S>& layer = layers.back();
       tensors += chain->weights() + chain->bias;
       widest = std::max({widest, layer.in, layer.out});
       scratch_size = std::max(scratch_size, layer.scratch_size());
@@ -49,7 +47,7 @@ template <class T, class S> struct Run {
     in = layers.front().in, out = layers.back().out;
     samples = 1;
     for (const Layer<T, S>& layer : layers)
-      for (const Phase& phase : layer.phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
+      for (const Phase& phase : layer.cut->phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
     const int64_t most = large ? kSummedTogether : kPlainBytes / bytes;
     samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
     if (workers > 1) samples = batch;
@@ -63,9 +61,10 @@ template <class T, class S> struct Run {
   }
 
   // Whether threads go through a layer's samples together, rather than with a share of them each.
-  bool go_together(const Chain& chain, int64_t share, bool backward, int threads) {
+  bool go_together(const Layer<T, S>& layer, int64_t share, bool backward, int threads) {
+    const Chain& chain = layer.chain;
     const bool forks = share < batch;  // anyway
-    double least = Phases<T>::of(chain, share, share, backward, 1)->cost - (forks ? 0 : kForkCost);
+    double least = layer.cut->cost - (forks ? 0 : kForkCost);
     if (forks && backward) least += sums_cost();
     if (batch % threads && batch < kFewSamples * threads) {
       const double cost = Phases<T>::of(chain, batch, batch, backward, threads)->cost;
