@@ -884,6 +884,19 @@ def test_a_bias_is_summed_with_its_weight(
     check_gradient(wide_gradient_of(sizes, dtype, batch, processors, tiling, bias=True), emulator)
 
 
+@pytest.mark.parametrize("height", [1, 2])
+def test_a_bias_in_tf32_is_summed_before_anything_is_rounded(height: int, emulator: Emulator) -> None:
+    """Where all but a millionth of what is summed cancels, nothing would be left of the sums of rounded numbers."""
+    random, q, batch = np.random.default_rng(7), 72, 130
+    found = wide_gradient_of((1, 64, q, 1, True), "tf32", batch, 4, (1, 1, height, 64, 1), bias=True)
+    grad = np.ones((batch, q)) + random.uniform(1e-6, 1e-3, (batch, q))
+    grad[1::2] *= -1
+    grad = decode(encode(grad.ravel(), "float32"), "float32").reshape(batch, q)
+    outputs, errors = emulator.run(found, emulator.compile(found), np.ones((batch, 64)), [grad], None, blocks=4)
+    assert not errors
+    assert np.abs(outputs[-1][-q:] - grad.sum(0)).max() <= EPS["float32"] * batch
+
+
 def test_cases_have_one_block_for_a_tile_and_several() -> None:
     plans = [gradient_of(*case, architecture=80) for case in SUMMED]
     assert {(type(found.passes[0]).__name__, len(found.passes)) for found in plans} >= {

@@ -127,8 +127,13 @@ class WideGradient(TileSums):
         return SLAB_BYTES * self.slabs * (2 if self.is_split else 1)
 
     @property
+    def has_ones(self) -> bool:
+        """Whether a bias is summed by products with ones; of tf32 its sums are added up unrounded."""
+        return self.bias and not self.loads_left
+
+    @property
     def ones_bytes(self) -> int:
-        return 2048 if self.bias else 0
+        return 2048 if self.has_ones else 0
 
     @kept
     def every(self) -> int:
@@ -200,7 +205,7 @@ class WideGradient(TileSums):
 
     @property
     def products(self) -> str:
-        return wgmma(self.dtype, {8, self.n} if self.bias else {self.n}, turned=self.size == 2)
+        return wgmma(self.dtype, {8, self.n} if self.has_ones else {self.n}, turned=self.size == 2)
 
     @property
     def told(self) -> list[str]:
@@ -254,7 +259,7 @@ def _time(plan: WideGradient) -> float:
     parts = min(-(-chunks // plan.least), plan.most)
     misplaced = MISPLACED if plan.is_shifted else 1.0
     load = misplaced * plan.slot_bytes / LOAD_RATE
-    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.bias) / gpu.rates.cycles
+    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.has_ones) / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
     if plan.loads_left:
         right = -(-plan.bn // 64)

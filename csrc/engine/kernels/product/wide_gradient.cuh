@@ -16,8 +16,9 @@
 // block has such rows alone, by whole pieces; its tile begins where its first piece does, and what its columns have of
 // other rows or groups makes sums that nobody stores. So there are EVERY sums for each weight and block along x.
 //
-// With BIAS (one group, nothing split) the sums of G's columns are made as well, as products with ones, and lie behind those
-// of the weight. kernels/product/wide_gradient.py writes the constants:
+// With BIAS (one group, nothing split) the sums of G's columns are made as well, and lie behind those of the weight: in 16
+// bits as products with ones, in tf32 by consumers, who add what they have loaded before they round it.
+// kernels/product/wide_gradient.py writes the constants:
 //
 // Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
 //        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), SLOTS, EVERY, HELD, BIAS, MORE and FEWER
@@ -46,7 +47,7 @@ template <class Pass> struct WideGradient {
   static constexpr i64 kRowG = i64(Q) * Pass::GROUPS, kRowX = i64(P) * Pass::GROUPS, kStepG = EVERY * kRowG, kStepX = EVERY * kRowX;
   static constexpr bool kLoadsLeft = !kTurns && !Pass::SPLIT;  // consumers, from rows of G
   // Behind the slots ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, and barriers
-  static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS ? 2048 : 0;
+  static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS && kTurns ? 2048 : 0;
   static constexpr int kFull = kOnes + kOnesBytes;
   static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
@@ -208,7 +209,8 @@ template <class Pass> struct WideGradient {
     return operand(first);
   }
   DEVICE u64 right_operand(u32 slot) const { return slabs(slot + kLeft * kSlab + warpgroup / WM * (N * 128)); }
-  using ColumnSums = float[HEIGHT][4];  // eight times the same
+  // Of 16 bits eight times the same; of tf32 the first and the third are what a thread has added of its rows
+  using ColumnSums = float[HEIGHT][4];
   // And G's columns, if these are wanted.
   template <bool BIAS> DEVICE void multiply(Sums& sums, ColumnSums& columns, u32 slot, bool add) const {
     const u64 left = slabs(slot + warpgroup % WM * HEIGHT * kSlab);
@@ -221,22 +223,10 @@ template <class Pass> struct WideGradient {
           Wgmma<Element, N>::multiply_turned(sums[h], slab + step * 128, right + step * 128, add || step > 0);
         else
           Wgmma<Element, N>::multiply(sums[h], slab + step * 2, right + step * 2, add || step > 0);
-        if constexpr (BIAS) add_columns(columns[h], slab + step * (kTurns ? 128 : 2), add || step > 0);
+        if constexpr (BIAS)  // ones of any k
+          Wgmma<Element, 8>::multiply_turned(columns[h], slab + step * 128, slabs(memory + kOnes), add || step > 0);
       }
     commit_products();
-  }
-  static DEVICE u32 ones() {
-    if constexpr (kTurns)
-      return Pair<Element>(1.f, 1.f).bits;
-    else
-      return __float_as_uint(1.f);
-  }
-  template <class Left> DEVICE void add_columns(float (&columns)[4], const Left& left, bool add) const {
-    const u64 ones = slabs(memory + kOnes);  // of any k
-    if constexpr (kTurns)
-      Wgmma<Element, 8>::multiply_turned(columns, left, ones, add);
-    else
-      Wgmma<Element, 8>::multiply(columns, left, ones, add);
   }
 
   // Operand A from rows of G, of 8 k's for each step. A thread loads what lies side by side: two q's, its rows of one
@@ -244,7 +234,7 @@ template <class Pass> struct WideGradient {
   static constexpr bool kFours = HEIGHT % 2 == 0;
   static constexpr int kSteps = HEIGHT > 2 ? 1 : 2, kParts = 4 / kSteps;  // loaded at once, of a chunk
   using Left = u32[kSteps][HEIGHT][4];
-  DEVICE void load_left(Left& left, u32 slot, int part) const {
+  template <bool BIAS> DEVICE void load_left(Left& left, ColumnSums& columns, u32 slot, int part) const {
     const int warp = threadIdx.x % 128 / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const u32 from = slot + warpgroup % WM * HEIGHT * kSlab + part * kSteps * 2048 +
                      (kFours ? warp / 2 * kSlab + left_place(t, warp % 2 * 8 + g)
@@ -256,24 +246,27 @@ template <class Pass> struct WideGradient {
           if constexpr (kFours) {
             u32 x[4];
             load_u32x4(at, x);
-            UNROLL for (int i = 0; i < 4; ++i) left[step][h + i / 2][half * 2 + i % 2] = tf32_of(x[i]);
+            UNROLL for (int i = 0; i < 4; ++i) {
+              left[step][h + i / 2][half * 2 + i % 2] = tf32_of(x[i]);
+              if constexpr (BIAS) columns[h + i / 2][i % 2 * 2] += __uint_as_float(x[i]);
+            }
           } else {
             u32 x[2];
             load_u32x2(at, x);
-            left[step][h][half * 2] = tf32_of(x[0]), left[step][h][half * 2 + 1] = tf32_of(x[1]);
+            UNROLL for (int i = 0; i < 2; ++i) {
+              left[step][h][half * 2 + i] = tf32_of(x[i]);
+              if constexpr (BIAS) columns[h][i * 2] += __uint_as_float(x[i]);
+            }
           }
         }
       UNROLL for (int h = 0; h < HEIGHT; ++h) settle(left[step][h]);
     }
   }
-  template <bool BIAS>
-  DEVICE void multiply_left(Sums& sums, ColumnSums& columns, const Left& left, u64 right, int part, bool add) const {
+  DEVICE void multiply_left(Sums& sums, const Left& left, u64 right, int part, bool add) const {
     open_products();
     UNROLL for (int step = 0; step < kSteps; ++step)
-      UNROLL for (int h = 0; h < HEIGHT; ++h) {
+      UNROLL for (int h = 0; h < HEIGHT; ++h)
         Wgmma<Element, N>::multiply(sums[h], left[step][h], right + (part * kSteps + step) * 2, add || step > 0);
-        if constexpr (BIAS) add_columns(columns[h], left[step][h], add || step > 0);
-      }
     commit_products();
   }
   // As exact as FMA (mma.cuh, Split3): products start from zero in each chunk, since the matrix unit truncates what it adds
@@ -320,6 +313,7 @@ template <class Pass> struct WideGradient {
     int last = -1;
     RingCursor<Pass::SLOTS> cursor{0, 0};
     if constexpr (Pass::SPLIT) set_to_zero(sums);
+    if constexpr (BIAS && kLoadsLeft) set_to_zero(columns);
     ROLL for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
       slots.wait_until_full(cursor);
       fence_copy_engine();
@@ -329,8 +323,8 @@ template <class Pass> struct WideGradient {
       } else if constexpr (kLoadsLeft) {
         const u32 from = slots.at(cursor.slot);
         UNROLL for (int part = 0; part < kParts; ++part) {
-          load_left(left[part % 2], from, part);
-          multiply_left<BIAS>(sums, columns, left[part % 2], right_operand(from), part, part > 0 || last >= 0);
+          load_left<BIAS>(left[part % 2], columns, from, part);
+          multiply_left(sums, left[part % 2], right_operand(from), part, part > 0 || last >= 0);
           wait_for_products<1>();
           if (part == 0 && last >= 0) release(last);
         }
@@ -348,8 +342,15 @@ template <class Pass> struct WideGradient {
     const bool none = EVERY > 1 && !Pass::SPLIT && last < 0;  // the block has no rows
     if (none) set_to_zero(sums);
     if constexpr (BIAS) {
-      UNROLL for (auto& some : columns) touch(some);
-      if (none) set_to_zero(columns);
+      if constexpr (kTurns) {
+        UNROLL for (auto& some : columns) touch(some);
+        if (none) set_to_zero(columns);
+      } else {
+        UNROLL for (auto& some : columns)  // four lanes have a row's columns
+          UNROLL for (int half = 0; half < 2; ++half)
+            UNROLL for (int by = 1; by < 4; by *= 2)
+              some[half * 2] += __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(some[half * 2]), by));
+      }
       store(columns);
     }
     if constexpr (kStaged)
@@ -469,9 +470,11 @@ template <class Pass> struct WideGradient {
 
   DEVICE void run() const {
     slots.init(kLoadsLeft ? 256 : 128, WM * WN * 4);  // what is stored, and what is copied
-    for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
-      store_shared(memory + kOnes + at, ones());
-    if constexpr (Pass::BIAS) fence_copy_engine();
+    if constexpr (kOnesBytes > 0) {
+      for (int at = threadIdx.x * 4; at < kOnesBytes; at += (kConsumers + 128) * 4)
+        store_shared(memory + kOnes + at, Pair<Element>(1.f, 1.f).bits);
+      fence_copy_engine();
+    }
     __syncthreads();
     if (threadIdx.x < kConsumers) {
       take_registers<Pass::MORE>();
