@@ -30,7 +30,7 @@ int64_t Chain::state_features() const {
   return sum;
 }
 
-// Activations that have a name: csrc/cpu/pointwise.h and pointwise.cuh have a row for each.
+// Activations that have a name: csrc/cpu/finish/pointwise.h and pointwise.cuh have a row for each.
 constexpr const char* kActivations[] = {"identity", "relu", "leaky_relu", "elu", "gelu", "gelu_tanh", "silu",
                                         "sigmoid", "tanh", "sine", "softplus", "square", "relu_squared"};
 

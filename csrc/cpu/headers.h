@@ -19,4 +19,4 @@
 
 #include "../chain.h"
 #include "cpu.h"
-#include "team.h"
+#include "layer/team.h"

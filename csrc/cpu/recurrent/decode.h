@@ -1,4 +1,4 @@
-// One step of a decoder: gather, gated units layer by layer, head, and what is made of its scores (../decoder.h).
+// One step of a decoder: gather, gated units layer by layer, head, and what is made of its scores (../../decoder.h).
 //
 // Threads share out features of a layer's state, and then rows of the head. Each number is a sum of its own, whose order
 // depends on neither threads nor samples beside it, and the best token of all is the first of the best ones of each thread.

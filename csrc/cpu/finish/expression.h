@@ -1,4 +1,4 @@
-// Programs (../expression.h) over rows of numbers: each step for a chunk that stays in cache, so that its choice among the
+// Programs (../../expression.h) over rows of numbers: each step for a chunk that stays in cache, so that its choice among the
 // operations costs little beside its work.
 
 constexpr int kChunkVectors = 16;
