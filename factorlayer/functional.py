@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -94,11 +95,12 @@ def factor_linear(
     try:
         first = _first(x)
         _check_batch_dims(batch_dims, first, weights, bias)
-        spec = spec_of_weights(structure, [weight.shape[batch_dims:] for weight in weights])
+        stage, names = activation_of(activation)
+        spec, chain = _described(
+            structure, tuple([weight.shape[batch_dims:] for weight in weights]), bias is not None, stage
+        )
         if rank not in (None, spec.rank):
             raise ValueError(f"rank={rank} was given, the weights are of rank {spec.rank}: {_shapes(weights)}")
-        stage, names = activation_of(activation)
-        chain = Chain.of(spec, bias is not None, stage)
         chosen = implementation_name(implementation)
     except (TypeError, ValueError) as error:
         raise type(error)(f"factor_linear: {error}{_hint(weights, batch_dims)}") from None
@@ -115,6 +117,25 @@ def factor_linear(
             stacklevel=2,
         )
     return run(spec, chain, x, [*weights, *parameters], bias, chosen, "factor_linear")
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _described(structure: Structure, shapes: Shapes, bias: bool, stage: str) -> tuple[LayerSpec, Chain]:
+    """The layer that weights of such shapes stand for: thought out once, which takes longer than a small layer."""
+    try:
+        return (_made if is_dynamo_compiling() else _known)(structure, shapes, bias, stage)
+    except TypeError:  # what has no hash, as sizes that are only known later
+        return _made(structure, shapes, bias, stage)
+
+
+def _made(structure: Structure, shapes: Shapes, bias: bool, stage: str) -> tuple[LayerSpec, Chain]:
+    spec = spec_of_weights(structure, shapes)
+    return spec, Chain.of(spec, bias, stage)
+
+
+_known = functools.lru_cache(1024)(_made)
 
 
 def _first(x: Input) -> Tensor:
