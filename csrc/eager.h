@@ -23,8 +23,8 @@ struct Given {
   bool is_float_on_gpu() const { return device_type == 2 && code == 2 && bits == 32; }
 };
 
-// y of x, or of the tensors that it is, the weights and the bias of a chain; null if the raw op has to make it. `chooses`: as implementation="auto" does,
-// `recorded` for a backward pass or not.
+// y of x, or of the tensors that it is, the weights and the bias of a chain, or of x and the tensors of a stack's layers; null if
+// the raw op has to make it. `chooses`: as implementation="auto" does, `recorded` for a backward pass or not.
 Handle forward(const std::string& chain, bool chooses, bool recorded, const std::vector<Given>& tensors);
 
 // From now on `chooses` takes the kernels of a GPU, for all numbers of samples that round up to the same power of two.
@@ -33,7 +33,8 @@ void take(const std::string& chain, const std::string& dtype, int device, int64_
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops
 
 // Of a chain that is a layer, from grad_y, x, the weights and the bias: the gradients whose bits are set in `wanted`, as the
-// raw op backward has them, or, where x is several tensors, inputs_backward; none if autograd/backward.py has to make them.
+// raw op backward has them, or, where x is several tensors, inputs_backward; of a stack, from grad_y, x and its layers' tensors, as
+// stack_backward has them. None if autograd/backward.py has to make them, or stack_ops.py.
 std::vector<Handle> gradients(const std::string& chain, const std::vector<Given>& tensors, int64_t wanted);
 
 // A decoder's step as the raw op decode has it, of its tensors in that order, with one without data where there is none, and

@@ -150,7 +150,8 @@ using python::Object;
 
 // What autograd/layer_ops.py has given, once and for good.
 struct {
-  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *apply_inputs, *is_grad_enabled, *precision, *cuda, *matmul;
+  PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *apply_inputs, *apply_stack, *is_grad_enabled;
+  PyObject *precision, *cuda, *matmul;
   PyObject *unusual, *forward_mode, *level, *requires_grad, *is_neg, *text, *to_save;
 } known;
 
@@ -166,8 +167,9 @@ thread_local PyObject* made_y = nullptr;  // on its way to the Function that rec
 
 PyObject* begin(PyObject*, PyObject* given) {
   Py_ssize_t at = 0;
-  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply, &known.apply_inputs,
-                           &known.is_grad_enabled, &known.precision, &known.cuda, &known.matmul, &known.unusual,
+  for (PyObject** place : {&known.none, &known.tensor, &known.parameter, &known.exchange, &known.to_tensors, &known.apply,
+                           &known.apply_inputs, &known.apply_stack, &known.is_grad_enabled, &known.precision, &known.cuda,
+                           &known.matmul, &known.unusual,
                            &known.forward_mode, &known.level, &known.requires_grad, &known.is_neg, &known.text,
                            &known.to_save})
     if (!(*place = PyTuple_GetItem(given, at++))) return nullptr;
@@ -253,6 +255,42 @@ std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const
   return text + "; " + chain;
 }
 
+// What a text makes of tensors that are `found`, and whether it has to be recorded; null if it is left to the raw ops, or, with
+// Python's error set, for want of memory.
+struct Made {
+  PyObject* y = nullptr;
+  bool recorded = false;
+};
+
+Made made_by(const std::string& text, bool chooses, const std::vector<PyObject*>& tensors, const std::vector<Given>& found) {
+  auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
+  const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
+  const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
+  if (!made) return {none(), false};
+  const Object list(tensors_of({made}));
+  PyObject* const y = list.get() ? PyList_GetItem(list.get(), 0) : nullptr;
+  if (y) Py_IncRef(y);
+  return {y, recorded};
+}
+
+// y, once a Function has recorded it.
+PyObject* recorded_by(PyObject* apply, const Object& arguments, PyObject* y) {
+  made_y = y;
+  PyObject* const result = PyObject_CallObject(apply, arguments.get());
+  if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
+  return result;
+}
+// By one that is called with the text and the tensors: weights, and a bias behind them, as a stack has them.
+PyObject* recorded_by(PyObject* apply, const std::string& text, const std::vector<PyObject*>& tensors, PyObject* y) {
+  const Object arguments(PyTuple_New(Py_ssize_t(1 + tensors.size())));
+  PyTuple_SetItem(arguments.get(), 0, PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Py_IncRef(tensors[i]);
+    PyTuple_SetItem(arguments.get(), Py_ssize_t(1 + i), tensors[i]);
+  }
+  return recorded_by(apply, arguments, y);
+}
+
 // (chain, that with tf32, whether to choose, x or a list of what it is, bias, weights, whether autocast has cast them): y,
 // recorded if it has to be, or None.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
@@ -278,31 +316,9 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
   std::string text = python::text_of(chain);
   if (several) text = text_of_inputs(found, count_of_x, text);
-  auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
-  const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
-  const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
-  if (!made) return none();
-  const Object made_list(tensors_of({made}));
-  if (!made_list.get()) return nullptr;
-  PyObject* const y = PyList_GetItem(made_list.get(), 0);
-  Py_IncRef(y);
-  if (!recorded) return y;
-
-  made_y = y;
-  const auto recorded_by = [](PyObject* apply, const Object& arguments) {
-    PyObject* const result = PyObject_CallObject(apply, arguments.get());
-    if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
-    return result;
-  };
-  if (several) {  // as a stack's tensors are: weights, and a bias behind them
-    const Object arguments(PyTuple_New(Py_ssize_t(1 + tensors.size())));
-    PyTuple_SetItem(arguments.get(), 0, PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      Py_IncRef(tensors[i]);
-      PyTuple_SetItem(arguments.get(), Py_ssize_t(1 + i), tensors[i]);
-    }
-    return recorded_by(known.apply_inputs, arguments);
-  }
+  const auto [y, recorded] = made_by(text, chooses, tensors, found);
+  if (!recorded || !y) return y;
+  if (several) return recorded_by(known.apply_inputs, text, tensors, y);
   const Py_ssize_t count = 3 + PyTuple_Size(weights.get());
   const Object arguments(PyTuple_New(count));
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -310,7 +326,20 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
     Py_IncRef(each);
     PyTuple_SetItem(arguments.get(), i, each);
   }
-  return recorded_by(known.apply, arguments);
+  return recorded_by(known.apply, arguments, y);
+}
+
+// (layers, those with tf32, whether to choose, x, what they have, layer by layer): y, recorded if it has to be, or None.
+PyObject* stack(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const Object others(PySequence_Tuple(given[4]));
+  if (!others.get() || !describe || !is_usual()) return none();
+  std::vector<PyObject*> tensors{given[3]};
+  for (Py_ssize_t i = 0; i < PyTuple_Size(others.get()); ++i) tensors.push_back(PyTuple_GetItem(others.get(), i));
+  const std::vector<Given> found = given_of(tensors);
+  if (found.empty()) return none();
+  const std::string text = python::text_of(given[found[0].is_float_on_gpu() && is_tf32_allowed()]);
+  const auto [y, recorded] = made_by(text, PyObject_IsTrue(given[2]) > 0, tensors, found);
+  return recorded && y ? recorded_by(known.apply_stack, text, tensors, y) : y;
 }
 
 // (chain, dtype, device, samples, whether recorded): layer() takes the kernels for these.
@@ -335,7 +364,7 @@ PyObject* record(PyObject*, PyObject* given) {
 }
 
 // (chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)): what its backward returns, or None. Of a chain with
-// several inputs, (*inputs, *weights, bias).
+// several inputs, (*inputs, *weights, bias); of a stack, (x, *what its layers have).
 PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject *const saved = given[2], *const needs = given[3];
   const Py_ssize_t count = PyTuple_Size(saved);
@@ -344,7 +373,7 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   for (Py_ssize_t i = 0; i < count; ++i) wanted |= int64_t(PyObject_IsTrue(PyTuple_GetItem(needs, i + 1)) > 0) << i;
   const std::string text = python::text_of(given[0]);
   std::vector<PyObject*> tensors{given[1], PyTuple_GetItem(saved, 0)};
-  const bool several = text.rfind("inputs ", 0) == 0;
+  const bool several = text.rfind("inputs ", 0) == 0 || text.find('|') != std::string::npos;
   for (Py_ssize_t i = several ? 1 : 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
   PyObject* const bias = several ? known.none : PyTuple_GetItem(saved, 1);
   if (bias != known.none) tensors.push_back(bias);
@@ -386,6 +415,7 @@ PyObject* decode(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
                          {"layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL, nullptr},
+                         {"stack", reinterpret_cast<PyCFunction>(stack), METH_FASTCALL, nullptr},
                          {"take", reinterpret_cast<PyCFunction>(take_kernels), METH_FASTCALL, nullptr},
                          {"record", record, METH_VARARGS, nullptr},
                          {"gradients", reinterpret_cast<PyCFunction>(gradients), METH_FASTCALL, nullptr},

@@ -293,8 +293,16 @@ FAULTS = (
         "from += first * features;",
         f"{FUSED}::test_samples_that_threads_share",
     ),
-    fault("rows-of-a-bias", "cpu/layer/backward.h", "for (; at < end; at += length)", "for (; at < 0; at += length)", EXACT),
-    fault("rows-as-one", "cpu/layer/backward.h", "n = size; n < length; n += size", "n = size; n < 0; n += size", EXACT),
+    fault(
+        "rows-of-a-bias",
+        "cpu/layer/backward.h",
+        "for (; at < end; at += length)",
+        "for (; at < 0; at += length)",
+        EXACT,
+    ),
+    fault(
+        "rows-as-one", "cpu/layer/backward.h", "n = size; n < length; n += size", "n = size; n < 0; n += size", EXACT
+    ),
     fault(
         "a-bias-turned-with-y",
         "engine/kernels/product/few.cuh",

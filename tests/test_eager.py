@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import factorlayer.autograd.layer_ops
 import factorlayer.functional
-from factorlayer import FactorLinear
+import factorlayer.stacks.stack
+from factorlayer import FactorLinear, FactorMLP
 from factorlayer.activations.texts import scalars
-from factorlayer.autograd.layer_ops import layer_at_once, not_at_once
+from factorlayer.autograd.layer_ops import layer_at_once, not_at_once, stack_at_once
+from factorlayer.tuning import choices
 
 
 def call(layer: FactorLinear, x: Tensor, choose: bool = True) -> Tensor | None:
@@ -31,9 +33,17 @@ def by_ops(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def begin() -> None:
         monkeypatch.setattr(factorlayer.functional, "layer_at_once", not_at_once)
+        monkeypatch.setattr(factorlayer.stacks.stack, "stack_at_once", not_at_once)
         monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
 
     return begin
+
+
+def call_of_stack(mlp: FactorMLP, x: Tensor, choose: bool = True) -> Tensor | None:
+    (own,) = mlp.stacks
+    tensors = own._tensors()
+    assert tensors is not None
+    return stack_at_once(own._stack.text, own._stack.tf32_text, choose, x, tensors)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu", nn.PReLU()], ids=["identity", "gelu", "learned"])
@@ -118,20 +128,20 @@ def test_who_looks_on_is_shown_the_ops() -> None:
     assert {"factorlayer.forward.default", "factorlayer.backward.default"} <= set(watching.seen)
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.randn(5, 12).as_subclass(Own),
-        torch.randn(5, 12, device="meta"),
-        torch.randn(5, 12, dtype=torch.float64),
-        torch.randn(5, 13),
-        torch.randn(2, 5, 12),
-        torch.randn(0, 12),
-        torch.randn(5, 12).to_sparse(),
-        torch._efficientzerotensor(5, 12),
-    ],
-    ids=["subclass", "meta", "dtype", "features", "dimensions", "samples", "sparse", "zeros"],
-)
+SPECIAL = [
+    torch.randn(5, 12).as_subclass(Own),
+    torch.randn(5, 12, device="meta"),
+    torch.randn(5, 12, dtype=torch.float64),
+    torch.randn(5, 13),
+    torch.randn(2, 5, 12),
+    torch.randn(0, 12),
+    torch.randn(5, 12).to_sparse(),
+    torch._efficientzerotensor(5, 12),
+]
+SPECIAL_IDS = ["subclass", "meta", "dtype", "features", "dimensions", "samples", "sparse", "zeros"]
+
+
+@pytest.mark.parametrize("x", SPECIAL, ids=SPECIAL_IDS)
 @pytest.mark.feature("what the fast call leaves to the ops: subclasses and others", result="falls back")
 def test_what_is_special_is_left_to_the_ops(x: Tensor) -> None:
     assert call(FactorLinear(12, 20), x) is None
@@ -215,3 +225,131 @@ def test_saved_tensors_are_asked_for_once() -> None:
         y = layer(x)
     y.sum().backward()
     assert len(brought) == len(set(brought)) == len(kept) == 4
+
+
+WIDTHS = [12, 20, (4, 4), (3, 4), 5]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.PReLU()], ids=["relu", "gelu", "learned"])
+@pytest.mark.parametrize("leading", [(5,), (2, 3), ()], ids=str)
+@pytest.mark.parametrize("frozen", [(), ("layers.0", "layers.2"), ("layers.3.bias",)], ids=str)
+def test_a_stack_is_what_the_ops_make(
+    activation: Any, leading: tuple[int, ...], frozen: tuple[str, ...], by_ops: Callable[[], None]
+) -> None:
+    mlp = FactorMLP(WIDTHS, activation=activation, output_activation="tanh")
+    for name, parameter in mlp.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    x = torch.randn(*leading, 12, requires_grad=True)
+    assert call_of_stack(mlp, x.reshape(-1, 12)) is not None
+
+    def made() -> list[Tensor]:
+        y = mlp(x)
+        with torch.no_grad():
+            unrecorded = mlp(x)
+        learning = [t for t in (x, *mlp.parameters()) if t.requires_grad]
+        return [y, unrecorded, *torch.autograd.grad(y.sin().sum(), learning)]
+
+    at_once = made()
+    by_ops()
+    for found, right in zip(at_once, made(), strict=True):
+        assert torch.equal(found, right)
+
+
+def test_gradients_of_a_stack_are_made_past_the_dispatcher() -> None:
+    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12, requires_grad=True)
+    y = mlp(x)
+    with Watching() as watching:
+        torch.autograd.grad(y.sum(), [x, *mlp.parameters()])
+    assert "factorlayer.stack_backward.default" in watching.seen  # who looks on is shown it
+    made: list[Any] = []
+    real = factorlayer.autograd.layer_ops._gradients_at_once
+    with pytest.MonkeyPatch.context() as patch:
+        noted = lambda *given: made.append(real(*given)) or made[-1]  # noqa: E731
+        patch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", noted)
+        (found,) = torch.autograd.grad(mlp(x).sum(), x)
+    assert len(made) == 1 and made[0][1] is found
+
+
+def test_who_looks_on_is_shown_a_stacks_op() -> None:
+    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12)
+    for onlooker in onlookers():
+        with onlooker:
+            assert call_of_stack(mlp, x) is None
+        assert call_of_stack(mlp, x) is not None
+    with Watching() as watching:
+        mlp(x).sum().backward()
+    assert {"factorlayer.stack_forward.default", "factorlayer.stack_backward.default"} <= set(watching.seen)
+
+
+@pytest.mark.parametrize("x", SPECIAL, ids=SPECIAL_IDS)
+def test_what_is_special_of_a_stack_is_left_to_the_ops(x: Tensor) -> None:
+    assert call_of_stack(FactorMLP(WIDTHS), x) is None
+
+
+def test_tensors_of_a_stack_have_to_be_its_own() -> None:
+    """One too few, one too many, of another shape, dtype or order: then the ops say what is wrong."""
+    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12)
+    (own,) = mlp.stacks
+    text, tensors = own._stack.text, own._tensors()
+    assert tensors is not None
+    wrong = [
+        tensors[:-1],
+        [*tensors, torch.ones(5)],
+        [tensors[0].T.contiguous(), *tensors[1:]],
+        [tensors[0].T.contiguous().T, *tensors[1:]],
+        [tensors[0].double(), *tensors[1:]],
+        tensors[::-1],
+        [],
+    ]
+    assert stack_at_once(text, text, True, x, tensors) is not None
+    for given in wrong:
+        assert stack_at_once(text, text, True, x, given) is None
+    for behind in (" | backward", " | states", " | frozen", " | nonsense"):
+        assert stack_at_once(text + behind, text + behind, False, x, tensors) is None
+
+
+def test_a_stack_is_chosen_as_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large products, and those of 16 bits, are PyTorch's; and where something was measured, that is asked first."""
+    x = torch.randn(5, 1024)
+    large, short = FactorMLP([1024, 513, 4]), FactorMLP([1024, 8, 4], dtype=torch.bfloat16)
+    for mlp, given in ((large, x), (short, x.bfloat16())):
+        assert call_of_stack(mlp, given) is None
+        assert call_of_stack(mlp, given, choose=False) is not None
+    asked: list[object] = []
+    monkeypatch.setattr(factorlayer.stacks.stack, "stack_at_once", lambda *given: asked.append(given))
+    mlp = FactorMLP(WIDTHS)
+    monkeypatch.setattr(choices, "TABLE", {"something": None})
+    mlp(x[:, :12])
+    assert not asked
+    monkeypatch.setattr(choices, "TABLE", {})
+    mlp(x[:, :12])
+    assert asked
+
+
+def test_a_stacks_vectors_go_through_one_op() -> None:
+    mlp, x = FactorMLP(WIDTHS).requires_grad_(False), torch.randn(5, 12, requires_grad=True)
+    y, vectors = mlp(x), torch.randn(3, 5, 5)
+    (found,) = torch.autograd.grad(y, x, vectors, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(y, x, vector, retain_graph=True)[0] for vector in vectors]
+    torch.testing.assert_close(found, torch.stack(each))
+
+
+def test_a_stacks_saved_tensors_are_asked_for_once() -> None:
+    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12, requires_grad=True)
+    brought: list[int] = []
+
+    def bring(kept: tuple[int, Tensor]) -> Tensor:
+        brought.append(kept[0])
+        return kept[1].clone().as_subclass(Own) if kept[0] == 0 else kept[1].clone()
+
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t) or len(kept) - 1, t), bring):
+        y = mlp(x)
+    y.sum().backward()
+    assert len(brought) == len(set(brought)) == len(kept) == 1 + len(list(mlp.parameters()))
+
+
+def test_a_stacks_gradients_can_be_differentiated() -> None:
+    mlp = FactorMLP(WIDTHS, activation="tanh", dtype=torch.float64)
+    x = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradgradcheck(mlp, x)

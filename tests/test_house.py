@@ -206,7 +206,12 @@ def test_nothing_includes_ops() -> None:
 
 @pytest.mark.parametrize("path", CPU_FILES, ids=lambda path: path.name)
 def test_kernels_include_the_standard_library_the_chain_and_each_other(path: Path) -> None:
-    own = {file.relative_to(CPU).as_posix() for file in CPU_FILES} | {"../chain.h", "../decoder.h", "../dtype.h", "immintrin.h"}
+    own = {file.relative_to(CPU).as_posix() for file in CPU_FILES} | {
+        "../chain.h",
+        "../decoder.h",
+        "../dtype.h",
+        "immintrin.h",
+    }
     foreign = {name for name in includes(path) - own if not re.fullmatch(r"[a-z_]+|sys/mman\.h", name)}
     assert not foreign
 

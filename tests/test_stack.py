@@ -18,6 +18,7 @@ import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
 from factorlayer.activations.texts import activation_of
+from factorlayer.autograd.layer_ops import not_at_once
 from factorlayer.autograd.layerwise import backward_by_layers, handed_back
 from factorlayer.autograd.stack_ops import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
 from factorlayer.maths.chain import Chain
@@ -78,6 +79,7 @@ def be_hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     named = "forward", "weight_gradient", "slopes", "slopes_and_sums"
     ops = replace(OPS, **{name: noted(getattr(OPS, name)) for name in named})
     monkeypatch.setattr(factorlayer.autograd.layer_ops, "gpu_limits", lambda device: H100)
+    monkeypatch.setattr(factorlayer.stacks.stack, "stack_at_once", not_at_once)
 
     def cuda_ops(device: int, dtype: torch.dtype) -> Any:
         return replace(ops, fits=lambda chain: factorlayer.autograd.layer_ops.has_kernel(chain.text, dtype, device))

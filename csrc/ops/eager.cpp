@@ -71,19 +71,15 @@ bool is_plain(const Given& t, const Given& x, int64_t elements) {
 // How many tensors x is.
 size_t count_of_x(const Chain& chain) { return std::max<size_t>(1, chain.inputs.size()); }
 
-// Whether they are what x is, weights and a bias of the chain.
-bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
-  const Given& x = tensors[0];
-  const size_t of_x = count_of_x(chain);
-  if (given != of_x + chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
-  for (size_t i = 0; i < of_x; ++i) {
-    const Given& input = tensors[i];
-    const int64_t features = chain.inputs.empty() ? chain.in_features() : chain.inputs[i];
-    if (input.dimensions != 2 || !x.sizes[0] || input.sizes[0] != x.sizes[0] || input.sizes[1] != features ||
-        !is_plain(input, x, x.sizes[0] * features))
-      return false;
-  }
-  const Given* const weights = tensors + of_x;
+// Whether it is what x is, or a part of it with so many features.
+bool is_input(const Given& input, const Given& x, int64_t features) {
+  return input.dimensions == 2 && x.sizes[0] && input.sizes[0] == x.sizes[0] && input.sizes[1] == features &&
+         is_plain(input, x, x.sizes[0] * features);
+}
+
+// Whether they are weights of a chain that makes y, and its bias.
+bool are_weights(const Chain& chain, const Given& x, const Given* weights, size_t given) {
+  if (given != chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
   const size_t count = chain.contractions.size();
   for (const Contraction& c : chain.contractions) {
     if (c.weight >= int64_t(count)) return false;
@@ -93,9 +89,36 @@ bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   }
   for (size_t i = count; i < chain.weights(); ++i)
     if (!is_plain(weights[i], x, 1)) return false;
-  const Given& bias = tensors[given - 1];
-  return !chain.bias || (bias.dimensions == 1 && is_plain(bias, x, chain.out_features()));
+  if (!chain.bias) return true;
+  const Given& bias = weights[given - 1];
+  return bias.dimensions == 1 && is_plain(bias, x, chain.out_features());
 }
+
+// Whether they are what x is, weights and a bias of the chain.
+bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
+  const Given& x = tensors[0];
+  const size_t of_x = count_of_x(chain);
+  if (given < of_x || !are_weights(chain, x, tensors + of_x, given - of_x)) return false;
+  for (size_t i = 0; i < of_x; ++i)
+    if (!is_input(tensors[i], x, chain.inputs.empty() ? chain.in_features() : chain.inputs[i])) return false;
+  return true;
+}
+
+// Whether they are x and what each layer has, layer by layer.
+bool are_of_stack(const Stack& stack, const Given* tensors, size_t given) {
+  const Given& x = tensors[0];
+  if (stack.backward || stack.states || stack.frozen || !stack.layers[0].inputs.empty()) return false;
+  if (!is_input(x, x, stack.layers[0].in_features())) return false;
+  size_t at = 1;
+  for (const Chain& layer : stack.layers) {
+    const size_t count = layer.weights() + layer.bias;
+    if (count > given - at || !are_weights(layer, x, tensors + at, count)) return false;
+    at += count;
+  }
+  return at == given;
+}
+
+bool is_stack(const std::string& text) { return text.find('|') != std::string::npos; }
 
 // Numbers of samples that a layer's kernels are taken for, a bit for each power of two that they round up to: without a
 // backward pass, and with one.
@@ -117,15 +140,24 @@ uint64_t bit_of(int64_t batch) {
 // Elements of the weight of a layer that is one product: autograd/stack_ops.py has the same number.
 constexpr int64_t kLargestDense = int64_t(1) << 19;
 
+// Of what find_chain or find_stack made of a text
+bool is_taken(const void* chain, const Site& site, int64_t batch, bool recorded) {
+  const Taken* found = all_taken().find({chain, site.dtype, 0, site.index});
+  return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
+}
+
 // What factorlayer/functional.py takes these kernels for: on a GPU what it has said, on a CPU all but large products, and
 // those of 16 bits, as a layer that is nothing else.
+bool is_small(const Chain& layer) { return layer.contractions.size() > 1 || layer.contractions[0].weight_size() <= kLargestDense; }
+bool has_vectors(const Site& site) { return site.dtype == DType::float32 || site.dtype == DType::float64; }
 bool is_chosen(const Chain& chain, const Site& site, int64_t batch, bool recorded) {
-  if (site.is_cpu) {
-    if (chain.contractions.size() > 1) return true;
-    return chain.contractions[0].weight_size() <= kLargestDense && (site.dtype == DType::float32 || site.dtype == DType::float64);
-  }
-  const Taken* found = all_taken().find({&chain, site.dtype, 0, site.index});
-  return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
+  if (!site.is_cpu) return is_taken(&chain, site, batch, recorded);
+  return chain.contractions.size() > 1 || (is_small(chain) && has_vectors(site));
+}
+// And factorlayer/stacks/stack.py for these.
+bool is_chosen(const Stack& stack, const Site& site, int64_t batch, bool recorded) {
+  if (!site.is_cpu) return is_taken(&stack, site, batch, recorded);
+  return has_vectors(site) && std::all_of(stack.layers.begin(), stack.layers.end(), is_small);
 }
 
 bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
@@ -133,14 +165,22 @@ bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
          cuda::find_program({&chain, site.dtype, cuda::batch_class(batch), site.index});
 }
 
-// x, weights and bias on a CPU
-cpu::Problem problem_of(const Chain& chain, DType dtype, const Given* tensors, size_t given) {
-  STD_TORCH_CHECK(chain.program || cpu::has_activation(chain.activation), "factorlayer: unknown stage ", chain.activation);
+// x, and weights and bias of each layer, on a CPU
+cpu::Problem problem_of(std::vector<const Chain*> layers, DType dtype, const Given* tensors, size_t given) {
+  for (const Chain* layer : layers)
+    STD_TORCH_CHECK(layer->program || cpu::has_activation(layer->activation), "factorlayer: unknown stage ", layer->activation);
+  const Chain& chain = *layers[0];
   const size_t of_x = count_of_x(chain);
-  cpu::Problem problem{{&chain}, dtype, tensors[0].sizes[0], {tensors[0].data}, {}};
+  cpu::Problem problem{std::move(layers), dtype, tensors[0].sizes[0], {tensors[0].data}, {}};
   for (size_t i = of_x; i < given; ++i) problem.tensors.push_back(tensors[i].data);
   for (size_t i = 0; i < chain.inputs.size(); ++i) problem.inputs.push_back(tensors[i].data);
   return problem;
+}
+
+std::vector<const Chain*> layers_of(const Stack& stack) {
+  std::vector<const Chain*> layers;
+  for (const Chain& layer : stack.layers) layers.push_back(&layer);
+  return layers;
 }
 
 eager::Handle handle_of(const Tensor& tensor) {
@@ -172,7 +212,7 @@ const Back& back_of(const std::string& text) {
 }
 
 std::vector<Tensor> gradients_on_cpu(const Chain& chain, const Site& site, const Given* tensors, size_t given, int64_t wanted) {
-  const cpu::Problem problem = problem_of(chain, site.dtype, tensors + 1, given - 1);
+  const cpu::Problem problem = problem_of({&chain}, site.dtype, tensors + 1, given - 1);
   std::vector<void*> to(given - 1);
   std::vector<Tensor> made;
   const size_t count = chain.weights();
@@ -188,16 +228,17 @@ std::vector<Tensor> gradients_on_cpu(const Chain& chain, const Site& site, const
   return made;
 }
 
-// Of an x that is several tensors: those whose bit is set, in the order of the tensors.
-std::vector<Tensor> gradients_of_inputs(const Chain& chain, const Site& site, const Given* tensors, size_t given, int64_t wanted) {
-  const cpu::Problem problem = problem_of(chain, site.dtype, tensors + 1, given - 1);
-  const size_t of_x = count_of_x(chain);
+// Of layers, or an x that is several tensors: those whose bit is set, in the order of the tensors.
+std::vector<Tensor> gradients_in_order(const std::vector<const Chain*>& layers, const Site& site, const Given* tensors, size_t given,
+                                       int64_t wanted) {
+  const cpu::Problem problem = problem_of(layers, site.dtype, tensors + 1, given - 1);
+  const size_t of_x = problem.inputs.size();
   std::vector<void*> to(problem.tensors.size() + of_x);
   std::vector<Tensor> made;
   for (size_t i = 0; i + 1 < given; ++i) {
     if (!(wanted >> i & 1)) continue;
     const Tensor& gradient = made.emplace_back(site.make(tensors[1 + i].dimensions, tensors[1 + i].sizes));
-    void*& place = to[i < of_x ? problem.tensors.size() + i : 1 + i - of_x];
+    void*& place = to[i < of_x ? problem.tensors.size() + i : of_x ? 1 + i - of_x : i];
     place = gradient.mutable_data_ptr();
     cpu::prefer_huge_pages(place, gradient.numel() * int64_t(gradient.element_size()));
   }
@@ -242,11 +283,39 @@ std::vector<Tensor> gradients_on_cuda(const Chain& chain, const Text& text, cons
 }  // namespace
 
 void eager::take(const std::string& text, const std::string& dtype, int device, int64_t batch, bool recorded) {
-  Taken& taken = all_taken().find_or_add({&find_chain(text), dtype_named(dtype), 0, device}, [] { return Taken(); });
+  const void* const chain = is_stack(text) ? static_cast<const void*>(&find_stack(text)) : &find_chain(text);
+  Taken& taken = all_taken().find_or_add({chain, dtype_named(dtype), 0, device}, [] { return Taken(); });
   taken.batches[recorded] |= bit_of(batch);
 }
 
+// What a stack makes: on a GPU what has been taken alone, by one plan, and unrecorded.
+static eager::Handle forward_of_stack(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
+  const Stack& stack = find_stack(text);
+  const Given& x = tensors[0];
+  if (!are_of_stack(stack, tensors.data(), tensors.size())) return nullptr;
+  const Site site(x);
+  const int64_t batch = x.sizes[0], in = x.sizes[1], out = stack.layers.back().out_features();
+  if (chooses && !is_chosen(stack, site, batch, recorded)) return nullptr;
+  if (site.is_cpu) {
+    const Tensor y = site.make(batch, out);
+    run_forward(problem_of(layers_of(stack), site.dtype, tensors.data(), tensors.size()), y);
+    return handle_of(y);
+  }
+  if (!chooses || recorded || tensors.size() > cuda::MAX_WEIGHTS) return nullptr;
+  if (!cuda::find_program({&stack, site.dtype, cuda::batch_class(batch), site.index})) return nullptr;
+  const Tensor y = site.make(batch, out);
+  cuda::Params params{};
+  params.x = x.data;
+  params.y = y.mutable_data_ptr();
+  params.batch = batch;
+  for (size_t i = 1; i < tensors.size(); ++i) params.weights[i - 1] = tensors[i].data;
+  std::vector<Tensor> kept;
+  run_on_cuda({text}, &stack, y, in, out, params, kept);
+  return handle_of(y);
+}
+
 eager::Handle eager::forward(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
+  if (is_stack(text)) return forward_of_stack(text, chooses, recorded, tensors);
   const Chain& chain = find_chain(text);
   const Given& x = tensors[0];
   if (!are_of_layer(chain, tensors.data(), tensors.size())) return nullptr;
@@ -256,7 +325,7 @@ eager::Handle eager::forward(const std::string& text, bool chooses, bool recorde
   if (!site.is_cpu && !has_kernels(chain, site, batch)) return nullptr;
   const Tensor y = site.make(batch, out);
   if (site.is_cpu) {
-    run_forward(problem_of(chain, site.dtype, tensors.data(), tensors.size()), y);
+    run_forward(problem_of({&chain}, site.dtype, tensors.data(), tensors.size()), y);
     return handle_of(y);
   }
   cuda::Params params;
@@ -277,17 +346,29 @@ eager::Handle eager::forward(const std::string& text, bool chooses, bool recorde
   return handle_of(y);
 }
 
+// On a GPU, autograd/stack_ops.py knows what makes them.
+static std::vector<Tensor> gradients_of_stack(const Stack& stack, const std::vector<Given>& tensors, int64_t wanted) {
+  const Given &grad_y = tensors[0], &x = tensors[1];
+  if (x.device_type != 1 || !are_of_stack(stack, tensors.data() + 1, tensors.size() - 1)) return {};
+  if (!is_input(grad_y, x, stack.layers.back().out_features())) return {};
+  return gradients_in_order(layers_of(stack), Site(x), tensors.data(), tensors.size(), wanted);
+}
+
 std::vector<eager::Handle> eager::gradients(const std::string& text, const std::vector<Given>& tensors, int64_t wanted) {
+  std::vector<Handle> handles;
+  if (is_stack(text)) {
+    for (const Tensor& gradient : gradients_of_stack(find_stack(text), tensors, wanted)) handles.push_back(handle_of(gradient));
+    return handles;
+  }
   const Chain& chain = find_chain(text);
   const Given &grad_y = tensors[0], &x = tensors[1];
-  std::vector<Handle> handles;
   if (!are_of_layer(chain, tensors.data() + 1, tensors.size() - 1) || grad_y.dimensions != 2 ||
       !is_plain(grad_y, x, x.sizes[0] * chain.out_features()))
     return handles;
   const Site site(x);
   std::vector<Tensor> made;
   if (!chain.inputs.empty()) {  // on a GPU, autograd/input_ops.py knows whether they are concatenated
-    if (site.is_cpu) made = gradients_of_inputs(chain, site, tensors.data(), tensors.size(), wanted);
+    if (site.is_cpu) made = gradients_in_order({&chain}, site, tensors.data(), tensors.size(), wanted);
   } else if (site.is_cpu) {
     made = gradients_on_cpu(chain, site, tensors.data(), tensors.size(), wanted);
   } else {

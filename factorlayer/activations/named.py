@@ -1,6 +1,7 @@
 """Activations in PyTorch's operations: the named ones, one row each, and expressions.
 
-The compiled kernels have a row of the same name (csrc/cpu/finish/pointwise.h); they read the programs of expressions, too.
+The compiled kernels have a row of the same name (csrc/cpu/finish/pointwise.h); they read the programs of expressions,
+too.
 """
 
 from __future__ import annotations

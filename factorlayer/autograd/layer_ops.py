@@ -302,20 +302,33 @@ def gradients_now(
 
 # (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already, if not said no)
 layer_at_once: Callable[..., Tensor | None] = not_at_once
-_record_inputs: Callable[..., Any] = not_at_once  # (text, what x is, weights, bias), of a y that layer_at_once made
+# (text, tf32 text, whether to choose, x, what the layers have)
+stack_at_once: Callable[..., Tensor | None] = not_at_once
+# What records a y that one of these made, of (text, what x is, weights, bias) or (text, x, what the layers have): files
+# that are built upon this one have it.
+_record_inputs: Callable[..., Any] = not_at_once
+_record_stack: Callable[..., Any] = not_at_once
 
 
 def _recorded_inputs(*given: Any) -> Any:
     return _record_inputs(*given)
 
 
+def _recorded_stack(*given: Any) -> Any:
+    return _record_stack(*given)
+
+
 def record_inputs_by(function: Callable[..., Tensor]) -> None:
-    """What input_ops.py has for it, which is built upon this file."""
     global _record_inputs
     _record_inputs = function
 
 
-# (text, dtype, device, batch, whether recorded): from then on layer_at_once takes these kernels, if it has to choose.
+def record_stack_by(function: Callable[..., Tensor]) -> None:
+    global _record_stack
+    _record_stack = function
+
+
+# (text, dtype, device, batch, whether recorded): from then on a call at once that has to choose takes these kernels.
 take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
 # A decoder's step: (text, tokens, state, context, random numbers, parameters as a tuple, temperature)
@@ -335,6 +348,7 @@ if missing_extension is None:
                 torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
                 super(Function, _ChainAtOnce).apply,
                 _recorded_inputs,
+                _recorded_stack,
                 torch.is_grad_enabled,
                 *(torch._C._get_fp32_precision_getter, "cuda", "matmul"),
                 (
@@ -352,7 +366,7 @@ if missing_extension is None:
         pass
     else:
         layer_at_once, take_kernels, _gradients_at_once = _C.layer, _C.take, _C.gradients
-        decode_at_once = _C.decode
+        stack_at_once, decode_at_once = _C.stack, _C.decode
 
 
 class _TransformableChain(Function):

@@ -23,6 +23,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
+from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import (
     ask_planner,
     has_kernel,
@@ -332,24 +333,45 @@ class _Stack(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[1:]
-        wanted = tuple(place for place, need in enumerate(needs) if need)
-        many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
         saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
-        states, given = saved[: ctx.states], saved[ctx.states :]
-        if torch.is_grad_enabled() or many:
-            layers = ctx.text.removesuffix(STATES)
-            forward = functools.partial(by_torch, layers)
-            found = iter(differentiable_backward(forward, wanted, grad_y, given))
-        elif states:
-            found = iter(_by_layers(ctx.text.removesuffix(STATES), wanted, grad_y, states, *given))
-        else:
-            x, *tensors = given
-            found = iter(all_at_once(grad_y, x, tensors, ctx.text, wanted))
-        return None, *(next(found) if need else None for need in needs)
+        return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, saved[: ctx.states], saved[ctx.states :])
+
+
+def _back(
+    text: str, needs: Sequence[bool], grad_y: Tensor, states: Sequence[Tensor], given: Sequence[Tensor]
+) -> tuple[Any, ...]:
+    wanted = tuple(place for place, need in enumerate(needs) if need)
+    many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
+    if torch.is_grad_enabled() or many:
+        layers = text.removesuffix(STATES)
+        forward = functools.partial(by_torch, layers)
+        found = iter(differentiable_backward(forward, wanted, grad_y, given))
+    elif states:
+        found = iter(_by_layers(text.removesuffix(STATES), wanted, grad_y, states, *given))
+    else:
+        x, *tensors = given
+        found = iter(all_at_once(grad_y, x, tensors, text, wanted))
+    return None, *(next(found) if need else None for need in needs)
 
 
 _apply_stack = super(Function, _Stack).apply  # without what torch.func needs, as in layer_ops.py
+
+if layer_ops.stack_at_once is not layer_ops.not_at_once:  # then all that follows is there
+    from factorlayer.autograd.layer_ops import _C
+
+    class _StackAtOnce(_Stack):
+        forward = staticmethod(_C.record)
+
+    def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        """What autograd's engine calls, as in layer_ops.py."""
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        made: tuple[Any, ...] | None = None
+        if not torch.is_grad_enabled():
+            made = layer_ops._gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
+        return _back(ctx.text, needs[1:], grad_y, (), saved) if made is None else made
+
+    _StackAtOnce._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
+    layer_ops.record_stack_by(super(Function, _StackAtOnce).apply)
 
 
 def differentiable_backward(

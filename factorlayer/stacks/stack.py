@@ -18,9 +18,15 @@ from factorlayer.activations.named import activate
 from factorlayer.activations.texts import activation_of, scalars
 from factorlayer.autograd.input_ops import fused_inputs, of_inputs, why_concatenated
 from factorlayer.autograd.inputs import Input, are_several, check_alike, checked, concatenated
-from factorlayer.autograd.layer_ops import any_requires_grad, explain_shards, runs_in_tf32
+from factorlayer.autograd.layer_ops import (
+    any_requires_grad,
+    explain_shards,
+    runs_in_tf32,
+    stack_at_once,
+    take_kernels,
+)
 from factorlayer.autograd.nested import through
-from factorlayer.autograd.runtime import CompileError, is_hopper
+from factorlayer.autograd.runtime import CompileError, dtype_name, is_hopper
 from factorlayer.autograd.stack_ops import (
     Run,
     Stack,
@@ -106,6 +112,9 @@ def run_stack(
     if are_several(x):
         return _of_inputs(stack, layers, x, tensors, implementation, who)
     if len(layers) > 1 and implementation in ("auto", "fused"):
+        y = None if is_dynamo_compiling() else _at_once(stack, x, tensors, implementation)
+        if y is not None:
+            return y
         try:
             if x.dim():
                 cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
@@ -124,6 +133,9 @@ def run_stack(
                     rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
                     if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
                         y = fused_stack(found[0][2], rows, given, recorded)
+                        if rows.is_cuda and not recorded and implementation == "auto" and not is_compiling():
+                            batch = rows.shape[0]  # by the eager call from now on
+                            take_kernels(found[0][2], dtype_name(rows.dtype), rows.get_device(), batch, recorded)
                     else:
                         y = _run_by_run(found, layers, rows, given, implementation, who)
                     return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
@@ -139,6 +151,23 @@ def run_stack(
                 return y
             raise
     return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def _at_once(stack: Stack, x: Tensor, tensors: Sequence[Tensor], implementation: str) -> Tensor | None:
+    """By the eager call past the dispatcher; None where something else has to be done, or is wrong."""
+    chooses = implementation == "auto"
+    if chooses and choices.TABLE:  # some may have been measured to be slower
+        return None
+    try:
+        shape = x.shape
+        if len(shape) == 2:
+            return stack_at_once(stack.text, stack.tf32_text, chooses, x, tensors)
+        if len(shape) == 0 or shape[-1] != stack.layers[0].in_features:
+            return None
+        y = stack_at_once(stack.text, stack.tf32_text, chooses, x.reshape(-1, shape[-1]), tensors)
+        return None if y is None else y.reshape(*shape[:-1], y.shape[1])
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _of_inputs(

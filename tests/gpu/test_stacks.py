@@ -17,6 +17,7 @@ from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
 import factorlayer.autograd.layerwise
+import factorlayer.stacks.stack
 from benches.workloads import Block, select
 from factorlayer import FactorMLP, fuse
 from factorlayer.autograd.backward import Ops
@@ -404,6 +405,22 @@ def test_compile(net: Net, dtype: str, dynamic: bool) -> None:
         both += zip(results(mlp, x, grad_y, compiled), results(mlp, x, grad_y), strict=True)
         for found, right in both:
             assert float((found.double() - right.double()).norm() / right.double().norm()) <= 8 * EPS[dtype]
+
+
+@dtypes
+def test_past_the_dispatcher_the_same_is_made(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one plan takes all layers: from the second call on, of samples that round up to the same power of two."""
+    net = Net((32, 64, 64, 16), "relu", 50)
+    mlp, (x, _) = net.block(dtype, "auto"), drawn(net, dtype)
+    made: list[Tensor | None] = []
+    real = factorlayer.stacks.stack.stack_at_once
+    monkeypatch.setattr(factorlayer.stacks.stack, "stack_at_once", lambda *given: made.append(real(*given)) or made[-1])
+    with arithmetic(dtype):
+        with torch.no_grad():
+            y = [mlp(x), mlp(x), mlp(x[:33]), mlp(x[:32])]
+        mlp(x)  # which is recorded
+    assert [each is not None for each in made] == [False, True, True, False, False]
+    assert torch.equal(y[0], y[1]) and torch.equal(y[0][:33], y[2])
 
 
 @pytest.mark.skipif(
