@@ -21,7 +21,7 @@ LIMITS[120] = (101376, 170)
 class Library:
     """How fast PyTorch's operations are inside a CUDA graph. Rates of whole products are those of cuBLAS on an H200,
     measured; all else is fitted to the times of the batched implementation and of dense layers in 550 drawn rows on it,
-    benches/results/earlier/cuda-4711.json and sweeps/cuda-914027.json and cuda-271833.json. Names of units are those of
+    benches/results/earlier/cuda-4711.json, cuda-914027.json and cuda-271833.json. Names of units are those of
     plan/library.py."""
 
     kernel_us: float  # from one operation to the next
