@@ -183,7 +183,8 @@ class Emulated:
         if way == "before":
             case = replace(case, reset="before")
         elif way == "spread" and alone and tied:
-            case = replace(case, spread=rng.choice([8, 16]), reset=rng.choice(["after", "before"]))
+            case = replace(case, spread=rng.choice([8, 16]), together=rng.choice([4, 8, 16]))
+            case = replace(case, reset=rng.choice(["after", "before"]))
         elif way == "cluster" and tied and len(chain.contractions) == 2:
             case = replace(case, cluster=rng.choice([2, 3, 4]))
 

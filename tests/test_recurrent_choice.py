@@ -24,8 +24,8 @@ from factorlayer.plan import planner
 from factorlayer.plan.recurrent_library import Sequences, around, op_us
 from factorlayer.tuning import recurrent
 
-LIMITS = 90, 132, 232448, 3352320  # of the H100 that the rows were measured on, as the driver says
-ROWS = [Row(**row) for row in json.loads((FOLDER / "recurrent" / "nvidia-h100.json").read_text())["rows"]]
+LIMITS = 90, 132, 232448, 4916736  # of the H200 that the rows were measured on, as the driver says
+ROWS = [Row(**row) for row in json.loads((FOLDER / "recurrent" / "nvidia-h200.json").read_text())["rows"]]
 
 
 def ids(row: Row) -> str:

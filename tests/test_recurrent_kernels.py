@@ -71,6 +71,7 @@ class Case:
     joined: bool = False
     units: int = 0  # of a block, if not what the planner takes
     spread: int = 0  # features of a block, if several share the matrix
+    together: int = 16  # sequences that it has at once
     cluster: int = 0  # blocks, if these share the state
 
     def __str__(self) -> str:
@@ -115,6 +116,11 @@ CASES = [
     Case(dense(21), "float64", 4, 3, ragged=True, spread=8, bias=False),
     Case(dense(19), "float16", 2, 4, reverse=True, starts=True, spread=8),
     Case(dense(40), "tf32", 5, 3, joined=True, spread=16, activation="elu"),
+    Case(dense(24), "bfloat16", 11, 4, spread=8, together=8, ragged=True),
+    Case(dense(32), "float32", 7, 4, starts=True, ragged=True, spread=16, together=4),
+    Case(dense(21), "float64", 5, 3, ragged=True, spread=8, together=4, reverse=True),
+    Case(dense(40), "tf32", 9, 3, joined=True, spread=16, together=8, activation="elu"),
+    Case(dense(32), "float16", 9, 3, spread=8, together=8, reset="before", starts=True),
     Case(dense(24), "bfloat16", 3, 5, spread=8, reset="before", starts=True),
     Case(dense(32), "float32", 18, 4, spread=16, reset="before", ragged=True),
     Case(dense(21), "float64", 4, 3, spread=8, reset="before", ragged=True, starts=True, reverse=True),
@@ -230,7 +236,7 @@ def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread |
     if case.spread:
         kind = RecurrentSpreadBackward if backward else RecurrentSpread
         all_of = recurrent_spread.tilings(kind, case.recurrence, case.dtype, case.sequences, GPU)
-        return next(p for p in all_of if p.own == case.spread and p.units == 16)
+        return next(p for p in all_of if p.own == case.spread and p.units == case.together)
     tile = recurrent.tile_backward if backward else recurrent.tile
     found = tile(case.recurrence, case.dtype, case.sequences, GPU)
     if case.units:

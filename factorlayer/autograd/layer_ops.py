@@ -38,7 +38,7 @@ from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
-from factorlayer.plan.plan import ASKED, BATCHES
+from factorlayer.plan.plan import ASKED, BATCHES, asked_of
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
 QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
@@ -153,8 +153,9 @@ def predicted_us(text: str, batch: int, dtype: torch.dtype, device: int) -> floa
     """Microseconds of a text's kernels, as the planner predicts them."""
     batch_class = class_of_batch(batch)
     answers = ask_planner(QUESTIONS[batch_class], text, dtype, device).split(" ")
-    points = list(zip(ASKED[batch_class], map(float, answers), strict=True))
-    at = min(max(1, bisect.bisect_left(ASKED[batch_class], batch)), len(points) - 1)
+    asked = asked_of(text, batch_class)
+    points = list(zip(asked, map(float, answers), strict=True))
+    at = min(max(1, bisect.bisect_left(asked, batch)), len(points) - 1)
     (before, us_before), (behind, us_behind) = points[at - 1], points[at]
     if us_behind == math.inf:
         return math.inf

@@ -16,7 +16,7 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import ASKED, BATCHES, BETWEEN_CUTS, Plan, PlanError
+from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS, Plan, PlanError, asked_of
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
 from factorlayer.plan.stacks import are_hoppers, back_us, plan_stack, us_around
 
@@ -90,20 +90,19 @@ def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memo
 
 
 def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
-    """Microseconds that a plan is predicted to take in a CUDA graph, for each of ASKED numbers of samples; infinitely
-    many where there is none."""
+    """Microseconds that a plan is predicted to take in a CUDA graph, for each of the numbers of samples that are asked
+    for; infinitely many where there is none."""
+    asked = asked_of(chain, batch_class)
     try:
         found = plan_of(chain, dtype, batch_class, gpu)
     except PlanError:
-        return " ".join([str(math.inf)] * len(ASKED[batch_class]))
+        return " ".join([str(math.inf)] * len(asked))
     if is_recurrent(chain):  # of STEPS steps; what their functions take is part of it
-        return " ".join(repr(sum(p.us_of(n) for p in found.passes)) for n in ASKED[batch_class])
+        return " ".join(repr(sum(p.us_of(n) for p in found.passes)) for n in asked)
     layers, _, word = _read(chain, dtype)
     functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
-    us = (sum(p.us_of(n) for p in found.passes) for n in ASKED[batch_class])
-    of_functions = (
-        functions * _rows(layers, n, gpu) / (gpu.rates.double_functions * gpu.sms) for n in ASKED[batch_class]
-    )
+    us = (sum(p.us_of(n) for p in found.passes) for n in asked)
+    of_functions = (functions * _rows(layers, n, gpu) / (gpu.rates.double_functions * gpu.sms) for n in asked)
     # Beside memory alone, functions wait for it.
     beside = sum if any(layer.contractions for layer in layers) else max
     return " ".join(map(repr, map(beside, zip(us, of_functions, strict=True))))

@@ -4,13 +4,14 @@ recurrent_spread.cuh and recurrent_spread_backward.cuh are told."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
     OF_INSTRUCTION,
@@ -26,15 +27,19 @@ from factorlayer.maths.recurrence import GATES, Recurrence
 TOGETHER = "// All blocks are on the GPU at once.\n"  # as csrc/runtime/plan.cpp has it
 WARPS = 8
 OWN = (8, 16, 24, 32, 48, 64)  # features of a block
-SEQUENCES = (16, 32, 64)  # of a block at once
+SEQUENCES = (4, 8, 16, 32, 64)  # of a block at once
+SECTOR = 32  # bytes, of L2
+ROWS = 16  # of a product, of which fewer sequences leave some unused
+# Sequences, by whose times together plans for few and for some are compared
+COMPARED = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
 STEPS_HELD = 4  # whose rows are known
 LANES = 4  # that add up what warps have summed of two features
 # Microseconds on an H100: from what a block has made to what another one reads of it, with what is alike at every step;
 # and for the features that a block's threads go on with at once, forward and back. Where a step hands on twice, the
-# second time adds that: 16 sequences of 512, 768 and 1024 features in bf16 took 2.1, 3.8 and 2.9 more than those that
-# hand on once, in float 1.0 and 2.4
+# second time adds that: 16 sequences of 512, 768 and 1024 features in bf16 took 1.0, 2.4 and 2.9 more on an H200 than
+# those that hand on once, back 1.0, 2.7 and 1.0; 512 in float 1.1 more
 HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.6, 0.65, 1.05
-TWICE_US = 2.4
+TWICE_US = 1.7
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,11 @@ class RecurrentSpread(AllSteps):
     def split(self) -> int:
         return -(-self.hidden // self.own)
 
+    @property
+    def shares_sectors(self) -> bool:
+        """Whether two blocks hand on halves of one."""
+        return self.own * self.size % SECTOR != 0
+
     def us_of(self, batch: int) -> float:
         groups = -(-batch // self.units)
         return STEPS * self.step_us * -(-groups // (self.gpu.sms // self.split))
@@ -110,7 +120,8 @@ class RecurrentSpread(AllSteps):
 
     @property
     def sums_at(self) -> int:
-        return self.states_at + round_up(self.handed * self.units * self.row * self.size, 128)
+        rows = self.handed * self.units + max(ROWS - self.units, 0)  # a product takes as many from a tensor's first on
+        return self.states_at + round_up(rows * self.row * self.size, 128)
 
     @property
     def shared(self) -> int:
@@ -205,14 +216,21 @@ class RecurrentFill(Pass):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
-    return fastest(tilings(RecurrentSpread, recurrence, dtype, batch, gpu))
+    return _fastest(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
-    return fastest(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu))
+    return _fastest(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentSpread)
+
+
+def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
+    """Up to 64 sequences have one plan: where groups take turns, twice as many take twice as long. Blocks that share a
+    sector of L2 come last: asked for by all while one half is there, it cost 0.2 to 1 us forward, and 1 to 6 back."""
+    compared = next((each for each in COMPARED if batch <= each[-1]), (batch,))
+    return min(found, key=lambda plan: (plan.shares_sectors, math.prod(map(plan.us_of, compared))), default=None)
 
 
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
@@ -220,7 +238,7 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
     if not chain.is_dense or chain.parameters or gpu.arch < 70:
         return
     for own, units in itertools.product(OWN, SEQUENCES):
-        if units > SEQUENCES[0] and units >= 2 * batch:
+        if units > ROWS and units >= 2 * batch:
             continue
         plan = family(recurrence, dtype, own, units, gpu)
         if plan.split <= gpu.sms and plan.shared <= gpu.shared:
