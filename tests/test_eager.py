@@ -318,15 +318,17 @@ def test_a_stack_is_chosen_as_auto_does(monkeypatch: pytest.MonkeyPatch) -> None
     asked: list[object] = []
     monkeypatch.setattr(factorlayer.stacks.stack, "stack_at_once", lambda *given: asked.append(given))
     mlp = FactorMLP(WIDTHS)
-    monkeypatch.setattr(choices, "TABLE", {"something": None})
-    mlp(x[:, :12])
-    assert not asked
-    monkeypatch.setattr(choices, "TABLE", {})
+    (own,) = mlp.stacks
+    for measured in (own._stack.text, own._stack.tf32_text):
+        monkeypatch.setattr(choices, "BATCHED", {measured})
+        mlp(x[:, :12])
+        assert not asked
+    monkeypatch.setattr(choices, "BATCHED", {"another"})
     mlp(x[:, :12])
     assert asked
 
 
-def test_a_stacks_vectors_go_through_one_op() -> None:
+def test_each_of_a_stacks_vectors_has_its_gradient() -> None:
     mlp, x = FactorMLP(WIDTHS).requires_grad_(False), torch.randn(5, 12, requires_grad=True)
     y, vectors = mlp(x), torch.randn(3, 5, 5)
     (found,) = torch.autograd.grad(y, x, vectors, retain_graph=True, is_grads_batched=True)
@@ -353,3 +355,14 @@ def test_a_stacks_gradients_can_be_differentiated() -> None:
     mlp = FactorMLP(WIDTHS, activation="tanh", dtype=torch.float64)
     x = torch.randn(3, 12, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradgradcheck(mlp, x)
+
+
+def test_compiled_autograd_goes_back_through_a_stack() -> None:
+    """It calls the Function's own backward, not what autograd's engine calls."""
+    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12, requires_grad=True)
+    right = torch.autograd.grad(mlp(x).sum(), [x, *mlp.parameters()])
+    y = mlp(x).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward()
+    for found, expected in zip([x.grad, *(p.grad for p in mlp.parameters())], right, strict=True):
+        torch.testing.assert_close(found, expected)

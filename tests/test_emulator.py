@@ -886,7 +886,7 @@ def test_a_bias_is_summed_with_its_weight(
 
 @pytest.mark.parametrize("height", [1, 2])
 def test_a_bias_in_tf32_is_summed_before_anything_is_rounded(height: int, emulator: Emulator) -> None:
-    """Where all but a millionth of what is summed cancels, nothing would be left of the sums of rounded numbers."""
+    """Where all but a forty-thousandth of what is summed cancels, nothing would be left of sums of rounded numbers."""
     random, q, batch = np.random.default_rng(7), 72, 130
     found = wide_gradient_of((1, 64, q, 1, True), "tf32", batch, 4, (1, 1, height, 64, 1), bias=True)
     grad = np.ones((batch, q)) + random.uniform(1e-6, 1e-3, (batch, q))

@@ -436,3 +436,17 @@ def test_fused_refuses_a_dtype_without_kernels(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(RuntimeWarning, match=r"runs the batched implementation, not the fused one: .* torch\.float16$"):
         assert half(torch.ones(12, dtype=torch.float16)).shape == (20,)
     assert half(torch.ones(12, dtype=torch.float16)).shape == (20,)  # once is enough
+
+
+def test_what_weights_stand_for_is_told_apart() -> None:
+    """By structure, shapes, bias and activation, thought out once; what has no hash is thought out each time."""
+    known = factorlayer.functional._described
+    shapes = ((3, 2, 4), (2, 6, 3))
+    asked = [("monarch", shapes, bias, stage) for bias in (False, True) for stage in ("identity", "relu")]
+    asked += [("kronecker", ((3, 2), (5, 4)), True, "relu"), ("kronecker", ((5, 4), (3, 2)), True, "relu")]
+    made = [known(*each) for each in asked]
+    assert len({chain.text for _, chain in made}) == len(asked)
+    for each, (spec, chain) in zip(asked, made, strict=True):
+        assert (spec, chain) == factorlayer.functional._made(*each) and known(*each)[0] is spec
+    unknown = ("kronecker", ([3, 2], [5, 4]), True, "relu")
+    assert known(*unknown) == made[4]

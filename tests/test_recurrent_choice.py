@@ -33,8 +33,8 @@ def ids(row: Row) -> str:
 
 
 @pytest.fixture(autouse=True)
-def of_an_h100(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The planner, asked for an H100 that is not there."""
+def of_an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The planner, asked for an H200 that is not there."""
 
     def ask(question: str, text: str, dtype: torch.dtype, device: int) -> str:
         return getattr(planner, question)(text, str(dtype).removeprefix("torch."), *LIMITS)

@@ -84,6 +84,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     spy(factorlayer.functional, "batched", "batched")
     spy(factorlayer.functional, "fused", "fused")
     spy(factorlayer.functional, "every_layer_at_once", "fused")
+    spy(factorlayer.stacks.stack, "stack_at_once", "fused")
     spy(factorlayer.stacks.stack, "fused_stack", "fused")
     return calls
 

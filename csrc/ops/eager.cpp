@@ -288,7 +288,7 @@ void eager::take(const std::string& text, const std::string& dtype, int device, 
   taken.batches[recorded] |= bit_of(batch);
 }
 
-// What a stack makes: on a GPU what has been taken alone, by one plan, and unrecorded.
+// What a stack makes: on a GPU only what take() has named, by one plan, and unrecorded.
 static eager::Handle forward_of_stack(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
   const Stack& stack = find_stack(text);
   const Given& x = tensors[0];

@@ -38,7 +38,7 @@ from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
-from factorlayer.plan.plan import ASKED, BATCHES, asked_of
+from factorlayer.plan.plan import ASKED, BATCHES, asked_of, takes_turns
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
 QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
@@ -155,7 +155,10 @@ def predicted_us(text: str, batch: int, dtype: torch.dtype, device: int) -> floa
     answers = ask_planner(QUESTIONS[batch_class], text, dtype, device).split(" ")
     asked = asked_of(text, batch_class)
     points = list(zip(asked, map(float, answers), strict=True))
-    at = min(max(1, bisect.bisect_left(asked, batch)), len(points) - 1)
+    at = min(bisect.bisect_left(asked, batch), len(points) - 1)
+    if takes_turns(text) and (batch_class == 0 or batch <= asked[0]):  # as long as the next of these
+        return points[at][1]
+    at = max(1, at)
     (before, us_before), (behind, us_behind) = points[at - 1], points[at]
     if us_behind == math.inf:
         return math.inf

@@ -362,6 +362,10 @@ if layer_ops.stack_at_once is not layer_ops.not_at_once:  # then all that follow
     class _StackAtOnce(_Stack):
         forward = staticmethod(_C.record)
 
+        @staticmethod
+        def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+            return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, (), ctx.saved_tensors)
+
     def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """What autograd's engine calls, as in layer_ops.py."""
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad

@@ -17,7 +17,7 @@ BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to
 # Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
 # number may round up to. Between two of them, and beyond the last ones, times lie on a line.
 ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
-# Groups of sequences take turns, so that a recurrence's times are steps: powers of two themselves, of as many numbers
+# Groups of a recurrence's sequences take turns: powers of two themselves, of as many numbers. Times of few are steps.
 ASKED_OF_GROUPS = (1, 4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048), tuple(4 << bits for bits in range(10, 19))
 CHUNK = 8  # samples that batches are cut into multiples of
 BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
@@ -26,7 +26,12 @@ PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another ker
 
 def asked_of(text: str, batch_class: int) -> tuple[int, ...]:
     """Numbers of samples that times of a text's plan are asked for."""
-    return (ASKED_OF_GROUPS if text.startswith("gru ") else ASKED)[batch_class]
+    return (ASKED_OF_GROUPS if takes_turns(text) else ASKED)[batch_class]
+
+
+def takes_turns(text: str) -> bool:
+    """Whether it is a recurrence's steps, forward or back."""
+    return text.startswith("gru ") and not text.endswith(" | slopes")
 
 
 def words(name: str) -> str:

@@ -155,19 +155,23 @@ def run_stack(
 
 def _at_once(stack: Stack, x: Tensor, tensors: Sequence[Tensor], implementation: str) -> Tensor | None:
     """By the eager call past the dispatcher; None where something else has to be done, or is wrong."""
-    chooses = implementation == "auto"
-    if chooses and choices.TABLE:  # some may have been measured to be slower
+    chooses, kind = implementation == "auto", type(x)
+    if kind is not Tensor and kind is not nn.Parameter:
         return None
+    if chooses and choices.BATCHED and not choices.BATCHED.isdisjoint((stack.text, stack.tf32_text)):
+        return None  # which may have been measured to be slower
+    if x.is_cuda and not (chooses and not (torch.is_grad_enabled() and any_requires_grad(x, None, tensors))):
+        return None  # the raw ops know of what is recorded, and of what was asked for
     try:
-        shape = x.shape
-        if len(shape) == 2:
-            return stack_at_once(stack.text, stack.tf32_text, chooses, x, tensors)
-        if len(shape) == 0 or shape[-1] != stack.layers[0].in_features:
-            return None
-        y = stack_at_once(stack.text, stack.tf32_text, chooses, x.reshape(-1, shape[-1]), tensors)
-        return None if y is None else y.reshape(*shape[:-1], y.shape[1])
-    except (AttributeError, RuntimeError):
+        shape, rows = x.shape, x
+        if len(shape) != 2:
+            if not shape or shape[-1] != stack.layers[0].in_features or not x.is_contiguous():
+                return None
+            rows = x.reshape(-1, shape[-1])
+    except RuntimeError:  # of nested tensors and sparse ones
         return None
+    y = stack_at_once(stack.text, stack.tf32_text, chooses, rows, tensors)
+    return y if y is None or rows is x else y.reshape(*shape[:-1], y.shape[1])
 
 
 def _of_inputs(
