@@ -97,6 +97,7 @@ void check_words(const std::string& text);
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
 const Chain& find_chain(const std::string& text);
 const Stack& find_stack(const std::string& text);
+inline bool is_stack(const std::string& text) { return text.find('|') != std::string::npos; }
 const Recurrence& find_recurrence(const std::string& text);
 
 // What a GPU is asked of a recurrence: all steps by its text alone; " | slopes" or " | backward" stands behind it for what goes

@@ -46,6 +46,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "chain.h"
 #include "eager.h"
 
 namespace factorlayer::python {
@@ -373,7 +374,7 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   for (Py_ssize_t i = 0; i < count; ++i) wanted |= int64_t(PyObject_IsTrue(PyTuple_GetItem(needs, i + 1)) > 0) << i;
   const std::string text = python::text_of(given[0]);
   std::vector<PyObject*> tensors{given[1], PyTuple_GetItem(saved, 0)};
-  const bool several = text.rfind("inputs ", 0) == 0 || text.find('|') != std::string::npos;
+  const bool several = text.rfind("inputs ", 0) == 0 || is_stack(text);
   for (Py_ssize_t i = several ? 1 : 2; i < count; ++i) tensors.push_back(PyTuple_GetItem(saved, i));
   PyObject* const bias = several ? known.none : PyTuple_GetItem(saved, 1);
   if (bias != known.none) tensors.push_back(bias);

@@ -210,10 +210,16 @@ def test_one_number_that_is_negated_in_name_only() -> None:
     assert torch.equal(layer(x), layer(x.resolve_neg()))
 
 
+WIDTHS = [12, 20, (4, 4), (3, 4), 5]
+
+
+@pytest.mark.parametrize(
+    ("make", "tensors"), [(lambda: FactorLinear(12, 20), 4), (lambda: FactorMLP(WIDTHS), 10)], ids=["layer", "stack"]
+)
 @pytest.mark.feature("saved_tensors_hooks", result="works")
-def test_saved_tensors_are_asked_for_once() -> None:
+def test_saved_tensors_are_asked_for_once(make: Callable[[], nn.Module], tensors: int) -> None:
     """Whoever keeps them elsewhere may bring them back only once."""
-    layer, x = FactorLinear(12, 20), torch.randn(5, 12, requires_grad=True)
+    layer, x = make(), torch.randn(5, 12, requires_grad=True)
     brought: list[int] = []
 
     def bring(kept: tuple[int, Tensor]) -> Tensor:
@@ -224,10 +230,7 @@ def test_saved_tensors_are_asked_for_once() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t) or len(kept) - 1, t), bring):
         y = layer(x)
     y.sum().backward()
-    assert len(brought) == len(set(brought)) == len(kept) == 4
-
-
-WIDTHS = [12, 20, (4, 4), (3, 4), 5]
+    assert len(brought) == len(set(brought)) == len(kept) == tensors
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.PReLU()], ids=["relu", "gelu", "learned"])
@@ -334,21 +337,6 @@ def test_each_of_a_stacks_vectors_has_its_gradient() -> None:
     (found,) = torch.autograd.grad(y, x, vectors, retain_graph=True, is_grads_batched=True)
     each = [torch.autograd.grad(y, x, vector, retain_graph=True)[0] for vector in vectors]
     torch.testing.assert_close(found, torch.stack(each))
-
-
-def test_a_stacks_saved_tensors_are_asked_for_once() -> None:
-    mlp, x = FactorMLP(WIDTHS), torch.randn(5, 12, requires_grad=True)
-    brought: list[int] = []
-
-    def bring(kept: tuple[int, Tensor]) -> Tensor:
-        brought.append(kept[0])
-        return kept[1].clone().as_subclass(Own) if kept[0] == 0 else kept[1].clone()
-
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t) or len(kept) - 1, t), bring):
-        y = mlp(x)
-    y.sum().backward()
-    assert len(brought) == len(set(brought)) == len(kept) == 1 + len(list(mlp.parameters()))
 
 
 def test_a_stacks_gradients_can_be_differentiated() -> None:

@@ -118,8 +118,6 @@ bool are_of_stack(const Stack& stack, const Given* tensors, size_t given) {
   return at == given;
 }
 
-bool is_stack(const std::string& text) { return text.find('|') != std::string::npos; }
-
 // Numbers of samples that a layer's kernels are taken for, a bit for each power of two that they round up to: without a
 // backward pass, and with one.
 struct Taken {

@@ -67,11 +67,11 @@ cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, 
   STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
                   batch_class);
   STD_TORCH_CHECK(device >= 0 && device < 1 << 16, "factorlayer: a device should be its index, from 0 on, it is ", device);
-  const void* described = find_choice(chain.value)                       ? find_choice(chain.value)
-                          : is_of_decoder(chain.value)                 ? &find_decoder(chain.value)
-                          : is_of_recurrence(chain.value)              ? &find_asked(chain.value)
-                          : chain.value.find('|') != std::string::npos ? &find_stack(chain.value)
-                                                                       : static_cast<const void*>(&find_chain(chain.value));
+  const void* described = find_choice(chain.value)        ? find_choice(chain.value)
+                          : is_of_decoder(chain.value)    ? &find_decoder(chain.value)
+                          : is_of_recurrence(chain.value) ? &find_asked(chain.value)
+                          : is_stack(chain.value)         ? &find_stack(chain.value)
+                                                          : static_cast<const void*>(&find_chain(chain.value));
   return {described, dtype_named(dtype.value), int(batch_class), int(device)};
 }
 

@@ -160,7 +160,7 @@ def _at_once(stack: Stack, x: Tensor, tensors: Sequence[Tensor], implementation:
         return None
     if chooses and choices.BATCHED and not choices.BATCHED.isdisjoint((stack.text, stack.tf32_text)):
         return None  # which may have been measured to be slower
-    if x.is_cuda and not (chooses and not (torch.is_grad_enabled() and any_requires_grad(x, None, tensors))):
+    if x.is_cuda and (not chooses or (torch.is_grad_enabled() and any_requires_grad(x, None, tensors))):
         return None  # the raw ops know of what is recorded, and of what was asked for
     try:
         shape, rows = x.shape, x
