@@ -213,12 +213,27 @@ def test_one_number_that_is_negated_in_name_only() -> None:
 WIDTHS = [12, 20, (4, 4), (3, 4), 5]
 
 
+def of_two(layer: FactorLinear) -> Callable[[Tensor], Tensor]:
+    return lambda x: layer([x[:, :5].contiguous(), x[:, 5:].contiguous()])
+
+
 @pytest.mark.parametrize(
-    ("make", "tensors"), [(lambda: FactorLinear(12, 20), 4), (lambda: FactorMLP(WIDTHS), 10)], ids=["layer", "stack"]
+    ("make", "tensors"),
+    [
+        (lambda: FactorLinear(12, 20), 4),
+        (lambda: FactorMLP(WIDTHS), 10),
+        (lambda: of_two(FactorLinear(12, 20)), 5),
+    ],
+    ids=["layer", "stack", "inputs"],
 )
 @pytest.mark.feature("saved_tensors_hooks", result="works")
-def test_saved_tensors_are_asked_for_once(make: Callable[[], nn.Module], tensors: int) -> None:
-    """Whoever keeps them elsewhere may bring them back only once."""
+@pytest.mark.parametrize("at_once", [True, False])
+def test_saved_tensors_are_asked_for_once(
+    make: Callable[[], Callable[[Tensor], Tensor]], tensors: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever keeps them elsewhere may bring them back only once, be it for the ops, where the eager call has none."""
+    if not at_once:
+        monkeypatch.setattr(factorlayer.autograd.layer_ops, "_gradients_at_once", not_at_once)
     layer, x = make(), torch.randn(5, 12, requires_grad=True)
     brought: list[int] = []
 

@@ -157,22 +157,25 @@ class _Inputs(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        needs, text, given = ctx.needs_input_grad[1:], ctx.text, ctx.saved_tensors
-        count = _count(text)
-        wanted = tuple(place for place, need in enumerate(needs) if need)
-        many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
-        if torch.is_grad_enabled() or many:
+        return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, ctx.saved_tensors)
 
-            def forward(*given: Tensor) -> Tensor:
-                return by_torch(text, torch.cat(given[:count], 1), *given[count:])
 
-            found = iter(differentiable_backward(forward, wanted, grad_y, given))
-        elif grad_y.is_cuda and not is_compiling():  # without a round by the dispatcher
-            found = iter(_backward_on_cuda(grad_y, given[:count], given[count:], text, wanted))
-        else:
-            backward = _backward if is_compiling() else _backward_now
-            found = iter(backward(grad_y, given[:count], given[count:], text, wanted))
-        return None, *(next(found) if need else None for need in needs)
+def _back(text: str, needs: Sequence[bool], grad_y: Tensor, given: Sequence[Tensor]) -> tuple[Any, ...]:
+    count = _count(text)
+    wanted = tuple(place for place, need in enumerate(needs) if need)
+    many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
+    if torch.is_grad_enabled() or many:
+
+        def forward(*given: Tensor) -> Tensor:
+            return by_torch(text, torch.cat(given[:count], 1), *given[count:])
+
+        found = iter(differentiable_backward(forward, wanted, grad_y, given))
+    elif grad_y.is_cuda and not is_compiling():  # without a round by the dispatcher
+        found = iter(_backward_on_cuda(grad_y, given[:count], given[count:], text, wanted))
+    else:
+        backward = _backward if is_compiling() else _backward_now
+        found = iter(backward(grad_y, given[:count], given[count:], text, wanted))
+    return None, *(next(found) if need else None for need in needs)
 
 
 _apply_inputs = super(Function, _Inputs).apply  # without what torch.func needs, as in layer_ops.py
@@ -185,12 +188,13 @@ if layer_ops.layer_at_once is not layer_ops.not_at_once:  # then all that follow
 
     def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """What autograd's engine calls, as in layer_ops.py."""
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
         if not torch.is_grad_enabled():
-            given = ctx.text, grad_y.contiguous(), ctx.saved_tensors, ctx.needs_input_grad
-            made: tuple[Any, ...] | None = layer_ops._gradients_at_once(*given)
+            made: tuple[Any, ...] | None
+            made = layer_ops._gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
             if made is not None:
                 return made
-        return _Inputs.backward(ctx, grad_y)
+        return _back(ctx.text, needs[1:], grad_y, saved)
 
     _InputsAtOnce._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
     record_inputs_by(super(Function, _InputsAtOnce).apply)
