@@ -15,6 +15,8 @@ from factorlayer.device.gpu import ELEMENT_BYTES
 
 FEW = 16  # samples that plans of up to 64 are made for:
 OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
+# Sequences of a recurrence, whose groups take turns, in their place: of plans of up to 64, and of up to 2048
+OF_SEQUENCES = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
 MOST_SOME = 2048  # samples of the middle class of batches
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import OF_SEQUENCES, Pass
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
     OF_INSTRUCTION,
@@ -30,8 +30,6 @@ OWN = (8, 16, 24, 32, 48, 64)  # features of a block
 SEQUENCES = (4, 8, 16, 32, 64)  # of a block at once
 SECTOR = 32  # bytes, of L2
 ROWS = 16  # of a product, of which fewer sequences leave some unused
-# Sequences, by whose times together plans for few and for some are compared
-COMPARED = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
 STEPS_HELD = 4  # whose rows are known
 LANES = 4  # that add up what warps have summed of two features
 # Microseconds on an H100: from what a block has made to what another one reads of it, with what is alike at every step;
@@ -229,7 +227,7 @@ Tiled = TypeVar("Tiled", bound=RecurrentSpread)
 def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
     """Up to 64 sequences have one plan: where groups take turns, twice as many take twice as long. Blocks that share a
     sector of L2 come last: asked for by all while one half is there, it cost 0.2 to 1 us forward, and 1 to 6 back."""
-    compared = next((each for each in COMPARED if batch <= each[-1]), (batch,))
+    compared = next((each for each in OF_SEQUENCES if batch <= each[-1]), (batch,))
     return min(found, key=lambda plan: (plan.shares_sectors, math.prod(map(plan.us_of, compared))), default=None)
 
 
