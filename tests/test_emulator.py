@@ -711,10 +711,10 @@ def test_small_modes_are_contracted_by_threads(case: Case, emulator: Emulator) -
 @pytest.mark.parametrize(
     "case",
     [
-        Case(kronecker((2, 24, 8, 64), (2, 24, 8, 64)), "bfloat16", 2, LARGE),
-        Case(kronecker((2, 24, 6, 64), (2, 24, 6, 64), rank=2), "float16", 2, LARGE),
-        Case(kronecker((24, 8, 32), (24, 8, 32)), "tf32", 3, LARGE),
-        Case(kronecker((2, 20, 8, 32), (2, 20, 8, 32)), "float32", 2, LARGE),
+        Case(kronecker((24, 12, 128), (24, 12, 128)), "bfloat16", 2, LARGE),
+        Case(kronecker((2, 40, 8, 16), (2, 40, 8, 16), rank=2), "float16", 2, LARGE),
+        Case(kronecker((20, 8, 64), (20, 8, 64)), "tf32", 3, LARGE),
+        Case(kronecker((2, 20, 8, 64), (2, 20, 8, 64)), "float32", 2, LARGE),
     ],
     ids=str,
 )

@@ -56,7 +56,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_backward32
 from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
-from factorlayer.kernels.stages import Layout, Sandwich, Stage
+from factorlayer.kernels.stages import Layout, Sandwich, Stage, times_of_copies
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -688,7 +688,9 @@ def stages_and_what_follows(found: Plan) -> Iterator[tuple[Stage, Layout]]:
 
 
 def check_banks(stage: Stage, reads: str) -> None:
+    """By rows of 32 bytes two lanes meet, where what is copied lies as in memory."""
     size = ELEMENT_BYTES[stage.dtype]
+    as_in_memory = stage.source == "memory" and stage.layout.row * size == 32
     accesses = {}
     if "weight as A" in reads:
         accesses["weight as A"] = reads_a(stage.weight_stride, size)
@@ -700,7 +702,8 @@ def check_banks(stage: Stage, reads: str) -> None:
         accesses["state as B"] = reads_b_by_n(stage.layout.step, size)
     for what, (addresses, bytes_each) in accesses.items():
         assert all(address % bytes_each == 0 for address in addresses), f"{stage}, {what}: misaligned"
-        assert conflicts(addresses, bytes_each) == 1, f"{stage}, {what}: lanes meet in a bank"
+        most = 2 if what == "state as A" and as_in_memory else 1
+        assert conflicts(addresses, bytes_each) == most, f"{stage}, {what}: lanes meet in a bank"
 
 
 @dtypes
@@ -717,6 +720,30 @@ def test_operands_are_read_without_bank_conflicts(dtype: str) -> None:
                 if (inner == 1) == stage.by_rows and reads != "weight as B":
                     check_banks(replace(stage, p=p, inner=inner), reads)
     assert seen >= {"state as A", "weight as B", "weight as A", "state as B"}
+
+
+@dtypes
+@pytest.mark.parametrize(("p", "inner"), [(8, 8), (16, 8), (24, 32), (13, 40), (32, 64), (2, 100)])
+def test_states_are_stored_without_bank_conflicts(p: int, inner: int, dtype: str) -> None:
+    """Where a stage contracts a mode behind the one of the stage before it, whose q's are rows by themselves then: a
+    warp stores eight of them at once, four lanes two elements of each."""
+    size = ELEMENT_BYTES[dtype]
+    layout = Stage(p, p, inner, 16, 1, 1, dtype, source="stage").layout
+    places = [(layout.at(g * p * inner) + t * 2) * size for _, g, t in LANES]
+    assert conflicts(places, 2 * size) == 1, f"{layout}: lanes meet in a bank"
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "apart", "cycles"),
+    [
+        *[(256, 272, False, 8), (128, 144, False, 10), (64, 80, False, 15), (32, 48, False, 24), (32, 32, False, 4)],
+        *[(128, 128, True, 4), (64, 64, True, 8), (32, 32, True, 16), (64, 80, True, 15)],
+    ],
+)
+def test_copies_take_what_was_counted(row: int, step: int, apart: bool, cycles: int) -> None:
+    """Of 512 bytes in rows of so many, so far apart in shared memory, side by side in memory or not: docs/traps.md."""
+    layout = Layout(8, row // 2, 8 * step // 2, step // 2)
+    assert 4 * times_of_copies(layout, row // 2 if apart else 0, 2) == pytest.approx(cycles, rel=0.1)
 
 
 PAIRS = [

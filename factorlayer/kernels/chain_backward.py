@@ -28,7 +28,7 @@ from factorlayer.kernels.resident import (
     scales_of,
     stage_type,
 )
-from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Stage, TileUs, together
+from factorlayer.kernels.stages import INSTRUCTIONS, NO_TILES, Layout, Source, Stage, TileUs, times_of_copies, together
 from factorlayer.kernels.tiling import (
     MOST_OF_THREADS,
     OF_PADDED_ROW,
@@ -523,7 +523,9 @@ def _grouped(
     run = chunk * size if chunk < work.inner else 128
     one = ChainBackward(*fields, 1, 1, parts, places, gpu, 0.0)
     of_y, of_g = of_x * bool(places.y) / parts, of_g * one.gradients
-    moved = of_x + of_y + of_g
+    layouts = stages[0][0].layout, stages[1][-1].layout
+    copies = [times_of_copies(layout, chunk % work.inner, size) for layout in layouts]
+    moved = of_x * copies[0] + of_y + of_g * copies[1]
     alike = (parts * (1 if apart else work.terms) for apart in (places.terms_x, places.terms_g))  # blocks that read one
     read = sum(n * shared_us(blocks, gpu) for n, blocks in zip((of_x, of_g), alike, strict=True))
     memory = units * (read + of_y / gpu.memory_bytes) * (1 + 11 / run)  # short runs cost more
@@ -596,13 +598,15 @@ def _stages(
     """Forward and back, of each step; of what a single one gives back, one of `parts`."""
     forward: list[Stage] = []
     back: list[Stage] = []
-    for (at, mode), sizes in zip(work.steps, work.states, strict=False):
+    last = len(work.steps) - 1
+    for i, ((at, mode), sizes) in enumerate(zip(work.steps, work.states, strict=False)):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
         part = mode.p if parts == 1 else round_up(-(-mode.p // parts), 16)
-        for p, q, stages in ((mode.p, mode.q, forward), (mode.q, part, back)):
+        for p, q, stages, copied in ((mode.p, mode.q, forward, i == 0), (mode.q, part, back, i == last)):
             summed = 1 if back or stages is forward else work.rank  # terms that a thread would have the weights of
             by_threads = summed * p * q <= MOST_OF_THREADS
-            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu, by_threads)
+            source: Source = "memory" if copied else "stage"
+            stage = stage_for(p, q, inner, rows, work.dtype, warps, most, False, gpu, by_threads, source)
             if stage is None:
                 return None
             stages.append(stage)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,30 @@ class Layout:
         return e // (self.p * self.i) * self.row + e // self.i % self.p * self.step + e % self.i
 
 
+# Asynchronous copies of 512 bytes take shared memory four cycles where they keep their places in lines of 128. With
+# padding between rows they take at least twice as long, or, in these four, so long for them and for each row
+# (docs/traps.md).
+LEAST_SHIFTED, OF_SHIFTED, OF_SHIFTED_ROW = 2.0, 1.2, 0.31
+COPIED, PIECE, LINE = 512, 16, 128  # bytes that a warp copies at once, that a lane does, and of a line
+WIDE_STORE = 64  # bytes of a row that four lanes store straight to memory: of fewer, L2 takes fewer in a microsecond
+
+
+def times_of_copies(layout: Layout, chunk: int, size: int) -> float:
+    """What asynchronous copies of a state from memory take of shared memory, in what whole lines take. All of
+    its rows are copied, or `chunk` elements of each."""
+    run, apart = (layout.i, layout.step) if layout.i > 1 else (layout.p, layout.row)
+    together = size * (min(run, chunk) if chunk else run)
+    if together % PIECE:
+        return LEAST_SHIFTED
+    if apart != run:
+        return max(LEAST_SHIFTED, OF_SHIFTED + OF_SHIFTED_ROW * COPIED / together)
+    return max(1.0, LINE / together) if chunk else 1.0
+
+
+# Where a stage's state is from: copied from memory, or made by a stage before it
+Source = Literal["memory", "stage", "other"]
+
+
 @dataclass(frozen=True)
 class Stage:
     """One contraction of a tile: `rows` times [p, inner] -> [q, inner], in warp tiles of mt x nt times 16 x 8, or,
@@ -67,6 +91,7 @@ class Stage:
     mt: int
     nt: int
     dtype: str
+    source: Source = field(default="other", kw_only=True)
 
     def __str__(self) -> str:
         how = "rows" if self.by_rows else "columns"
@@ -112,12 +137,24 @@ class Stage:
     @kept
     def layout(self) -> Layout:
         """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps,
-        but for threads by columns."""
+        but for threads by columns. Where a stage before has made it, whose lanes store q's in rows of their own, no two
+        of these are in one bank either."""
         padded = round_up(self.p, 8) if self.mt or self.by_rows else self.p
         if self.by_rows:
-            return Layout(self.p, 1, row_step(self.p, self.dtype), 1)
+            # Two lanes of a row of 32 bytes meet, which takes less than to copy rows with padding between them.
+            is_short = self.p * ELEMENT_BYTES[self.dtype] == 32 and self.p % 8 == 0
+            as_in_memory = is_short and self.source == "memory" and self.mt > 0
+            return Layout(self.p, 1, self.p if as_in_memory else row_step(self.p, self.dtype), 1)
         step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
-        return Layout(self.p, self.inner, padded * step, step)
+        row = padded * step
+        return Layout(self.p, self.inner, _odd_eights(row) if self.source == "stage" and self.rows > 1 else row, step)
+
+    @kept
+    def stores_widely(self) -> bool:
+        """Whether four lanes store so much of a row side by side, straight to memory, as chain.cuh does."""
+        size = ELEMENT_BYTES[self.dtype]
+        tiles = WIDE_STORE // (8 * size)
+        return not self.nt % tiles and not (self.q if self.by_rows else self.inner) % (8 * tiles)
 
     @kept
     def state_bytes(self) -> int:

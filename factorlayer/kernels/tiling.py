@@ -15,7 +15,9 @@ from factorlayer.kernels.passes import FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     SUM_REGISTERS,
+    Layout,
     Sandwich,
+    Source,
     Stage,
     Stages,
     TileUs,
@@ -23,10 +25,11 @@ from factorlayer.kernels.stages import (
     memory_of,
     stage_us,
     tiles_across,
+    times_of_copies,
     together,
 )
 from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_few, waits_of
-from factorlayer.kernels.work import OF_TENSOR, Inputs, Work, round_up
+from factorlayer.kernels.work import OF_TENSOR, Inputs, Mode, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
 # Tiles of 16 x 8 that a warp takes down and across.
@@ -41,6 +44,7 @@ OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
 OF_SINGLE = 1  # more, for a sum that is converted and put down by itself, not together with its neighbour
 LINE, SECTOR = 128, 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
+SHORT_STORES = 0.4  # times memory's time, what stores of single sectors take more than of two: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
@@ -159,13 +163,15 @@ def _tilings(
     parts = made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * PART_US
     if not fastest.may_be(total, 1, blocks, memory, 0.0, 1, MOST_GROUPS[0], parts=parts):
         return
+    copies = times_of_copies(copied_layout(work.steps[0], states[0], chunk, work.dtype), chunk % work.inner, size)
+    narrow = SHORT_STORES * of_y * size / gpu.memory_bytes  # more, where four lanes store a sector by itself
     functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
     for warps in (1, 2, 4, 8, 16):
         units = units_of(unit, warps, total)
         if units * unit * size > left or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
         # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
-        move = units * (unit_in + of_y) * size / gpu.shared_bytes
+        move = units * (unit_in * copies + of_y) * size / gpu.shared_bytes
         if chunk == work.inner and split == 1 and not work.slope and work.lies_as_memory:
             pieces = singles_of(unit_out, work)  # the result leaves by whole 16 bytes
         else:
@@ -220,12 +226,19 @@ def _tilings(
                     beside_x = not straight and (work.slope or (not in_place and len(stages) % 2 == 1))
                     ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
                     many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
-                    us, made_of = predict(units * memory, busy[groups], barriers, *many, waits=odd, parts=units * parts)
+                    stored = units * (parts + narrow * (straight and not last_of(stages).stores_widely))
+                    us, made_of = predict(units * memory, busy[groups], barriers, *many, waits=odd, parts=stored)
                     begin = weight_bytes / WEIGHTS_RATE + made * weights_us(work, 32 * warps * groups, gpu)
                     us += begin
                     of = TileUs(*made_of, begin), units, groups, blocks
                     weight = us if batch > FEW else us_of_few(*of, total, gpu)
                     yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*made_of, begin)
+
+
+def copied_layout(step: tuple[int, Mode], sizes: Sequence[int], chunk: int, dtype: str) -> Layout:
+    """Of a state that comes from memory, for the contraction that reads it."""
+    at, mode = step
+    return Stage(mode.p, mode.q, math.prod(sizes[at + 1 :]) * chunk, 1, 1, 1, dtype, source="memory").layout
 
 
 def shared_us(blocks: int, gpu: Gpu) -> float:
@@ -317,7 +330,7 @@ def of_padding(stage: Stage) -> float:
     rows = stage.rows * (round_up(stage.p, 8) > stage.p)
     if stage.by_rows:
         return rows * OF_PADDED_ROW / 32
-    padding = stage.layout.row - stage.p * stage.layout.step
+    padding = (round_up(stage.p, 8) - stage.p) * stage.layout.step if stage.mt else 0
     return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
 
 
@@ -398,7 +411,8 @@ def _stages(
         q = mode.q if number else mode.q // split
         sums = work.rank if number == len(work.steps) - 1 else 1  # terms that a thread would have the weights of
         by_threads = not in_place and sums * mode.p * q <= MOST_OF_THREADS
-        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, most, in_place, gpu, by_threads)
+        source: Source = "stage" if number else "memory"
+        stage = stage_for(mode.p, q, inner, rows, work.dtype, warps, most, in_place, gpu, by_threads, source)
         if stage is None:
             return None
         stages.append(stage)
@@ -422,7 +436,7 @@ def _sandwich(work: Work, split: int, units: int, warps: int, most: int, gpu: Gp
     for (at, mode), sizes in list(zip(work.steps, work.states_of(split), strict=False))[2:]:
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :])
         by_threads = mode.p * mode.q <= MOST_OF_THREADS
-        stage = stage_for(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu, by_threads)
+        stage = stage_for(mode.p, mode.q, inner, rows, work.dtype, warps, most, False, gpu, by_threads, "stage")
         if stage is None:
             return None
         stages.append(stage)
@@ -435,7 +449,7 @@ def _sandwich_stage(
 ) -> Sandwich | None:
     nt = -(-qb // 8)
     found = [
-        Sandwich(Stage(pa, qa, pb, rows, mt, nc, dtype), Stage(pb, qb, 1, rows * qa, mt, nt, dtype))
+        Sandwich(Stage(pa, qa, pb, rows, mt, nc, dtype, source="memory"), Stage(pb, qb, 1, rows * qa, mt, nt, dtype))
         for mt, nc in itertools.product((1, 2), (2, 4))
         if mt * (nt + nc) * SUM_REGISTERS[dtype] <= most * 5 // 4 and qa % (16 * mt) == 0 and pb % (8 * nc) == 0
     ]
@@ -444,7 +458,17 @@ def _sandwich_stage(
 
 @functools.lru_cache(1 << 14)
 def stage_for(
-    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, most: int, once: bool, gpu: Gpu, by_threads: bool
+    p: int,
+    q: int,
+    inner: int,
+    rows: int,
+    dtype: str,
+    warps: int,
+    most: int,
+    once: bool,
+    gpu: Gpu,
+    by_threads: bool,
+    source: Source = "other",
 ) -> Stage | None:
     """The warp tile that moves and multiplies least, or threads if they may; `once`: each warp has at most one tile."""
     m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
@@ -463,4 +487,4 @@ def stage_for(
         time = stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu)
         if best is None or time < best[0]:
             best = (time, 0, 0)
-    return Stage(p, q, inner, rows, best[1], best[2], dtype) if best else None
+    return Stage(p, q, inner, rows, best[1], best[2], dtype, source=source) if best else None

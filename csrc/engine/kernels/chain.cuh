@@ -429,39 +429,39 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       }
     }
   }
-  // Two sums of a lane to memory, c-th and next of a row whose r-th element is the first of their own: four lanes store a sector
-  // of 32 bytes. Of 16 bits neighbouring tiles of 8 columns are stored together, each by every second lane, which gets its
-  // neighbour's two numbers of that: `to` is where the first of what a lane stores lies. All lanes have to be here.
-  static constexpr int kTogether = kSize == 2 ? 2 : 1;
-  DEVICE int exchanged() const { return kTogether == 2 ? lane.t % 2 * 6 : 0; }  // columns from a lane's sums to what it stores
+  // Neighbouring tiles of 8 columns that lanes store together, straight to memory, lane t of as many the t-th one's part: 16 bytes
+  // of a lane, where rows have so many tiles, so that four lanes store 64 bytes side by side. L2 takes as long for 32.
+  template <class S> static constexpr int together() {
+    int tiles = kSize < 8 ? 8 / kSize : 1;
+    while (tiles > 1 && (S::NT % tiles || (S::BY_ROWS ? S::Q : S::I) % (8 * tiles))) tiles /= 2;
+    return tiles;
+  }
+  // Columns from a lane's sums to what it stores
+  template <class S> DEVICE int exchanged() const { return lane.t % together<S>() * 6; }
+  // Two sums of a lane, c-th and next of a row whose r-th element is the first of their own, of tile n and of those that are stored
+  // together with it: `to` is where the first of what a lane stores lies. All lanes have to be here.
   template <class S>
   DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed,
                          bool stored, float scale) const {
-    constexpr int kBytes = 2 * kTogether * kSize;
-    const auto pair = [&](int n, int c) {
-      auto one = y[h / 2][n][h % 2 * 2], two = y[h / 2][n][h % 2 * 2 + 1];
+    constexpr int kTiles = together<S>(), kEach = 2 * kSize / 4;
+    u32 words[kTiles * kEach];
+    UNROLL for (int k = 0; k < kTiles; ++k) {
+      auto one = y[h / 2][n + k][h % 2 * 2], two = y[h / 2][n + k][h % 2 * 2 + 1];
       if constexpr (S::SCALE >= 0 && Pass::RANK == 1) one *= scale, two *= scale;
-      return Pair<Element>(finish.of(*this, one, r, c, summed), finish.of(*this, two, r, c + 1, summed));
-    };
-    Words<kBytes> words;
-    if constexpr (kTogether == 2) {
-      const bool second = lane.t % 2;
-      const u32 here = pair(n, c).bits, next = pair(n + 1, c + 8).bits;
-      const u32 given = __shfl_xor_sync(~0u, second ? here : next, 1);
-      const u64 four = second ? u64(next) << 32 | given : u64(given) << 32 | here;
-      words = *reinterpret_cast<const Words<kBytes>*>(&four);
-    } else {
-      const Pair<Element> two = pair(n, c);
-      words = *reinterpret_cast<const Words<kBytes>*>(&two);
+      const int column = c + k * 8;
+      const Pair<Element> both(finish.of(*this, one, r, column, summed), finish.of(*this, two, r, column + 1, summed));
+      UNROLL for (int i = 0; i < kEach; ++i) words[k * kEach + i] = reinterpret_cast<const u32*>(&both)[i];
     }
-    if (stored) store_words<kBytes>(to, words);
+    exchange_words<kTiles, kEach>(words);
+    if (stored) store_global<4 * kTiles * kEach>(to, words);
   }
 
   // The same as write() of the last stage, straight to memory.
   template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term) const {
     using R = typename Pass::Output;
     constexpr int kRows = S::ROWS / Pass::UNITS;  // of a unit
-    static_assert(S::NT % kTogether == 0 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);
+    constexpr int kTiles = together<S>();
+    static_assert(2 * kTiles * kSize >= 8 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);  // a quad stores whole sectors
     const auto [row, o, i] = corner<S>(tile);
     const int mine = row + lane.g, column = i + lane.t * 2;
     const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first);
@@ -469,10 +469,10 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = Base::template kept_scale<S>(term);
     Element* const begin = result(term) + R::from(first);
     if constexpr (S::BY_ROWS) {
-      Element* const to = begin + i64(mine) * S::Q + column + exchanged();
+      Element* const to = begin + i64(mine) * S::Q + column + exchanged<S>();
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         const Finish<true> finish(params, of_sample, (mine + h * 8) * S::Q);
-        UNROLL for (int n = 0; n < S::NT; n += kTogether) {
+        UNROLL for (int n = 0; n < S::NT; n += kTiles) {
           const int c = column + n * 8;
           const bool stored = mine + h * 8 < present * kRows && (S::Q % S::WIDE == 0 || c < S::Q);
           store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale);
@@ -485,7 +485,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       bool there = false;
       int left = 0;
       Finish<true> finish(params, of_sample, o * S::Q * S::I);
-      UNROLL for (int n = 0; n < S::NT; n += kTogether) {
+      UNROLL for (int n = 0; n < S::NT; n += kTiles) {
         const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = column + behind;
         if (n == 0 || (S::DOWN > 1 && behind == 0)) {
           const int unit = Pass::UNITS > 1 ? (o + down) / kRows : 0, here = chunk + unit, of_chunk = here % R::CHUNKS * R::C;
@@ -494,7 +494,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           if constexpr (R::WIDTH > 0) left = R::WIDTH - of_chunk;
           if (n > 0) finish = Finish<true>(params, of_sample, (o + down) * S::Q * S::I);
         }
-        const int other = c + exchanged();
+        const int other = c + exchanged<S>();
         const bool in_row = there && (S::I == S::ACROSS * S::WIDE / S::DOWN || c < S::I);
         const bool in_chunk = R::WIDTH == 0 || other % R::C < left;
         Element* const at = to + R::at(other);

@@ -35,25 +35,7 @@ DEVICE u64 turned_operand(u32 slab, u32 bytes) {
 // Two neighbouring lanes have two columns side by side of each of two tiles, those of `sums` and the next: the even one gets
 // four of the first, the odd one of the second. What they store so are whole sectors, in half as many accesses.
 DEVICE void four_columns(const float* sums, u32 (&words)[4]) {
-  const int odd = threadIdx.x & 1;
-  UNROLL for (int i = 0; i < 2; ++i) {
-    const u32 near = __float_as_uint(sums[i]), next = __float_as_uint(sums[4 + i]);
-    const u32 given = __shfl_xor_sync(0xffffffff, odd ? near : next, 1);
-    words[i] = odd ? given : near, words[2 + i] = odd ? next : given;
-  }
+  UNROLL for (int i = 0; i < 4; ++i) words[i] = __float_as_uint(sums[i / 2 * 4 + i % 2]);
+  exchange_words<2, 2>(words);
 }
 
-// Of four lanes that have a word for each other, each gets what is its own, in the lanes' order.
-DEVICE void exchange_in_quad(u32 (&words)[4]) {
-  const int t = threadIdx.x % 4;
-  UNROLL for (int i = 0; i < 4; i += 2) {
-    const u32 given = __shfl_xor_sync(0xffffffff, t & 1 ? words[i] : words[i + 1], 1);
-    words[i] = t & 1 ? given : words[i];
-    words[i + 1] = t & 1 ? words[i + 1] : given;
-  }
-  UNROLL for (int i = 0; i < 2; ++i) {
-    const u32 given = __shfl_xor_sync(0xffffffff, t & 2 ? words[i] : words[i + 2], 2);
-    words[i] = t & 2 ? given : words[i];
-    words[i + 2] = t & 2 ? words[i + 2] : given;
-  }
-}

@@ -41,6 +41,19 @@ template <> struct __align__(16) Pair<double> {
   DEVICE Pair(double x, double y) : x(x), y(y) {}
 };
 
+// Of LANES neighbouring lanes that have EACH words for each other, lane t of them gets what is its own, in the lanes' order.
+template <int LANES, int EACH = 1> DEVICE void exchange_words(u32 (&words)[LANES * EACH]) {
+  const int t = threadIdx.x % LANES;
+  UNROLL for (int bit = 1; bit < LANES; bit *= 2)
+    UNROLL for (int i = 0; i < LANES * EACH; ++i) {
+      if (i / EACH & bit) continue;
+      u32 &near = words[i], &next = words[i + bit * EACH];
+      const u32 given = __shfl_xor_sync(0xffffffff, t & bit ? near : next, bit);
+      near = t & bit ? given : near;
+      next = t & bit ? next : given;
+    }
+}
+
 // Two neighbours as the words of their pieces, of 16 bits each, whose sums they are: of bf16, three hold all bits.
 template <class Part, int PIECES> DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
   UNROLL for (int i = 0; i < PIECES; ++i) {

@@ -449,7 +449,7 @@ template <class Pass> struct TwoFactors {
     UNROLL for (int half = 0; half < 2; ++half)
       UNROLL for (int s = 0; s < kStepsB; s += 2) {
         u32 words[4] = {held[s][half], held[s][half + 2], held[s + 1][half], held[s + 1][half + 2]};
-        exchange_in_quad(words);
+        exchange_words<4>(words);
         if constexpr (kUnit == 4)
           UNROLL for (u32& word : words) word = tf32_of(word);
         put_words(held, half, s, words);

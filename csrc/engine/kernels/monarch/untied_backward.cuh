@@ -148,7 +148,7 @@ template <class Pass> struct UntiedBackward {
         u32 words[4];
         UNROLL for (int i = 0; i < 4; ++i)
           words[i] = Pair<Element>(back[(n + i) * 4 + half * 2], back[(n + i) * 4 + half * 2 + 1]).bits;
-        exchange_in_quad(words);  // of two columns of each of four tiles, a tile
+        exchange_words<4>(words);  // of two columns of each of four tiles, a tile
         if (row + half * 8 < params.batch && p + n * 8 < P) store_global<16>(y + half * 8 * kRowX + at, words);
       }
     }
