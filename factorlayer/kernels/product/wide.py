@@ -36,8 +36,13 @@ MOST_SPLIT = {1: 160, 2: 160, 3: 96}  # sums and results then, by consumers
 # turns, on one H100, where two pieces of 8 bytes took as long as one of 16
 PART_US = 4e-3
 NEIGHBOURS = 0.3  # of these, where other lanes store the rest: seven products, on the same
-# And where all of a row of floats is stored at once: 73 → 73 and 34 → 34 took as long as if their rows began at sectors
-WHOLE_ROWS = 0.05
+# And where all of a row is stored at once, by bytes of an element: of floats, 73 → 73 and 34 → 34 took as long as if
+# their rows began at sectors; in 16 bits 408 → 680, 904 → 456 and 1000 → 200 on an H200
+WHOLE_ROWS = {4: 0.05, 2: 0.5}
+# Of a slab, by bytes of an element: cycles for n columns of a warpgroup, and what shared memory is read in, of its rate
+PRODUCT_CYCLES, READ_SHARE = {4: 2.3, 2: 1.7}, {4: 1.15, 2: 0.85}
+# Times what whole lines take, copies of rows that begin within lines, and within sectors
+WITHIN_LINES, WITHIN_SECTORS = 1.4, 1.75
 # Of floats that are split, cycles on one H100: of a producer for each of its pieces of 16 bytes, for a line of rows
 # that come by smaller ones, and for a float; until copies are there; of a consumer for each slab, and for each of n
 # sums that it scales and adds; of shared memory; what the second slowest unit adds, and a kernel's start. 128 tilings
@@ -470,13 +475,18 @@ def time(plan: Wide) -> float:
     product, gpu, size = plan.product, plan.gpu, plan.product.size
     tiles = -(-plan.batch * product.outer // (plan.rows * plan.every)) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
-    # Of a slab: loads, products, shared memory
+    # Of a slab: loads, and what is made of them
     if plan.splits:
-        slab, drain, start = _split_us(plan), 0.0, SPLIT_START_US
+        load, made, drain, start = 0.0, _split_us(plan), 0.0, SPLIT_START_US
     else:
-        slab, drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
-    taken = plan.groups * plan.slabs * slab
-    taken += plan.runs.us(plan.consumers, gpu.rates.cycles) if plan.runs else plan.held * drain + _store_us(plan) + 0.5
+        (load, made), drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
+    slabs = plan.groups * plan.slabs
+    if plan.runs:
+        taken = slabs * max(load, made) + plan.runs.us(plan.consumers, gpu.rates.cycles)
+    elif size == 2:  # the next tile's loads go on while a tile is stored
+        taken = max(slabs * load, slabs * made + plan.held * drain + _store_us(plan) + 0.5)
+    else:
+        taken = slabs * max(load, made) + plan.held * drain + _store_us(plan) + 0.5
     busy = start + each * taken
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
     moved += plan.batch * product.y_features if product.reads_beside else 0
@@ -490,17 +500,18 @@ def _store_us(plan: Wide) -> float:
     """Microseconds of a tile's stores, which run while nothing else does."""
     product, size = plan.product, plan.product.size
     result = plan.rows * plan.columns * plan.held * size
-    at_once = product.fast == 1 and size == 4
-    store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS if at_once else 1)
+    store = result / 40e3 + _parts_of_sectors(plan) * PART_US * (WHOLE_ROWS[size] if product.fast == 1 else 1)
     store += result / 27e3 * (plan.cluster - 1)
     return store + (result / 80e3 if product.reads_beside else 0)  # of which most comes while products are made
 
 
-def _slab_us(plan: Wide) -> float:
-    """Microseconds of a slab that nobody splits."""
+def _slab_us(plan: Wide) -> tuple[float, float]:
+    """Microseconds of a slab that nobody splits: of its loads, and of its products or what they read."""
     product, gpu, size = plan.product, plan.gpu, plan.product.size
-    load = 0.12 + plan.slot_bytes / 100e3 * (1.4 if product.contraction.p * size % 128 else 1)
-    products = 2.3 * plan.consumers * plan.n / gpu.rates.cycles
+    row = product.contraction.p * size
+    begins = WITHIN_SECTORS if row % SECTOR == 16 and size == 2 else WITHIN_LINES if row % 128 else 1
+    load = 0.12 + plan.slot_bytes / 100e3 * begins
+    products = PRODUCT_CYCLES[size] * plan.consumers * plan.n / gpu.rates.cycles
     read = plan.slot_bytes + 128 * plan.consumers * (64 + plan.n)
     if product.mixed >= 0 or plan.rounds:
         read += 256 * plan.rows  # mixed or rounded in place
@@ -508,7 +519,7 @@ def _slab_us(plan: Wide) -> float:
         load += 2 * LINE_CYCLES * 128 * (plan.rows + plan.columns) / (32 * plan.copy) / gpu.rates.cycles
     if plan.rounds and (plan.shifted or plan.copy < 16):
         load = max(load, (SHIFTED_US if plan.shifted else PIECES_US) / plan.on_their_way)
-    return max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+    return load, max(products, READ_SHARE[size] * read / 128 / gpu.rates.cycles)
 
 
 def _split_us(plan: Wide) -> float:

@@ -20,6 +20,9 @@ from factorlayer.maths.chain import Chain
 WIDEST = 256  # sums of a row that a warpgroup holds at once
 MOST_SLOTS, LEAST_SLOTS = 8, 3
 START_US = 2.2
+# Of the shorter one of a round's work and its traffic, by bytes of an element, what the other one does not hide: single
+# layers of 14 sizes on an H200
+BESIDE = {2: 0.25, 4: 0.3}
 INSTRUCTIONS = {"identity": 6, "relu": 6, "leaky_relu": 7, "square": 7, "relu_squared": 8, "elu": 13, "gelu": 21}
 OTHER_INSTRUCTIONS = 32  # for each sum that another function is taken of
 REGISTERS = 216, 72  # of threads who multiply and who copy, where 3 warpgroups share them
@@ -168,13 +171,13 @@ class DenseStreamed(Dense):
         load = products = read = 0.0
         for (p, _), c, chunks in zip(self.sizes, self.shapes, self.chunks, strict=True):
             columns, chunk = c.all, 128 * c.n * c.slabs
-            widest = max(w for w in (2, 4, 8, 16, 128) if p * self.size % w == 0)
-            whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 1.4, 128: 1.0}[widest] if not self.in_chunks else 1.0
+            widest = max(w for w in (2, 4, 8, 16, 32, 128) if p * self.size % w == 0)
+            whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 2.1, 32: 1.4, 128: 1.0}[widest] if not self.in_chunks else 1.0
             load += chunks * max(whole * (0.12 * (not self.in_chunks) + chunk / 100e3), 0.7 / (self.slots - 1))
             products += 2.3 * columns * c.k / self.slab / self.gpu.rates.cycles
             read += 128 * c.k / self.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
-        each = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in self.layers]
-        sums = 64 * sum(c.all * n for c, n in zip(self.shapes, each, strict=True)) / 32 / self.gpu.instructions
+        ends = [INSTRUCTIONS.get(chain.activation, OTHER_INSTRUCTIONS) for chain in self.layers]
+        sums = 64 * sum(c.all * n for c, n in zip(self.shapes, ends, strict=True)) / 32 / self.gpu.instructions
         alone = products + 2 * sums  # of a warpgroup, whose products and sums take turns
         store = 64 * self.sizes[-1][1] * self.size / 40e3
         states = 64 * self.size * sum(q for _, q in self.sizes[:-1]) if self.states else 0
@@ -184,7 +187,8 @@ class DenseStreamed(Dense):
         busy = max(load, groups * (products + 0.6 * sums), alone + store, groups * _parts_us(self), shared) + 0.5
         moved = 64 * self.size * (self.sizes[0][0] + self.sizes[-1][1]) + states
         memory = groups * moved / (0.9 * self.gpu.memory_bytes)
-        return START_US + math.ceil(tiles / (self.gpu.sms * groups)) * max(busy, memory)
+        each = max(busy, memory) + BESIDE[self.size] * min(busy, memory)
+        return START_US + math.ceil(tiles / (self.gpu.sms * groups)) * each
 
     title = "dense layers, weights streamed"
 
@@ -325,7 +329,10 @@ def tilings(
 
 def _parts_us(plan: DenseStreamed) -> float:
     """Of a warpgroup's stores to sectors of L2 that they do not fill: where 16 bytes do not divide y's rows, four lanes
-    have 64 bytes, and store all their first pieces, which touch two or three sectors, then all their second ones."""
+    have 64 bytes, and store all their first pieces, which touch two or three sectors, then all their second ones; where
+    16 bytes do, and 32 do not, these 64 bytes begin and end within sectors, whose rest comes next."""
     row = plan.sizes[-1][1] * plan.size
-    piece = math.gcd(row, 16)
-    return 0.0 if piece == 16 or plan.results_bytes else 64 * row / 64 * 2.5 * 16 / piece * PART_US
+    piece = math.gcd(row, 32)
+    if piece == 32 or plan.results_bytes:
+        return 0.0
+    return 64 * row / 64 * (1 if piece == 16 else 2.5 * 16 / piece) * PART_US
