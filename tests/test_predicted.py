@@ -34,6 +34,7 @@ from factorlayer.kernels.stages import Stage
 from factorlayer.kernels.timing import Fastest, predict, waits_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.models.times import plan_us
 from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.library import Product, calls, contracted_us
 from factorlayer.plan.plan import ASKED, BATCHES, PlanError
@@ -455,3 +456,15 @@ def test_on_a_cpu_nothing_has_to_be_taken() -> None:
     assert take_kernels(text, "float32", 0, 3, True) is None
     assert take_kernels("no chain", "float32", 0, 3, False) is None
     assert layer_at_once(text, text, True, torch.ones(3, 4), None, (torch.ones(2, 2), torch.ones(2, 2))) is not None
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_reports_and_auto_predict_alike(activation: str, dtype: str) -> None:
+    """Functions in double, too, which take the longer the more samples there are."""
+    gpu, layer = Gpu.of(90), LayerSpec("kronecker", (16, 16), (16, 16))
+    text = Chain.of(layer, True, activation).text
+    asked = list(map(float, times_of_many(text, dtype, 90, 132, 232448).split()))
+    assert [plan_us(text, samples, dtype, gpu) for samples in ASKED[2]] == asked
+    plain = plan_us(Chain.of(layer, True, "relu").text, ASKED[2][-1], dtype, gpu)
+    assert (asked[-1] > plain) == (activation == "silu" and dtype == "float64")

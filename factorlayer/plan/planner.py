@@ -94,18 +94,22 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
     for; infinitely many where there is none."""
     asked = asked_of(chain, batch_class)
     try:
-        found = plan_of(chain, dtype, batch_class, gpu)
+        return " ".join(repr(us_of(chain, dtype, gpu, batch_class, n)) for n in asked)
     except PlanError:
         return " ".join([str(math.inf)] * len(asked))
-    if is_recurrent(chain):  # of STEPS steps; what their functions take is part of it
-        return " ".join(repr(sum(p.us_of(n) for p in found.passes)) for n in asked)
+
+
+def us_of(chain: str, dtype: str, gpu: Gpu, batch_class: int, samples: int) -> float:
+    """Microseconds that the plan of that class is predicted to take of so many samples, with functions in double, which
+    passes do not count."""
+    us = sum(p.us_of(samples) for p in plan_of(chain, dtype, batch_class, gpu).passes)
+    if is_recurrent(chain) or dtype != "float64":  # of a recurrence's STEPS, what their functions take is part of it
+        return us
     layers, _, word = _read(chain, dtype)
-    functions = _functions(layers, word == BACKWARD) if dtype == "float64" else 0
-    us = (sum(p.us_of(n) for p in found.passes) for n in asked)
-    of_functions = (functions * _rows(layers, n, gpu) / (gpu.rates.double_functions * gpu.sms) for n in asked)
+    functions = _functions(layers, word == BACKWARD) * _rows(layers, samples, gpu)
+    of_functions = functions / (gpu.rates.double_functions * gpu.sms)
     # Beside memory alone, functions wait for it.
-    beside = sum if any(layer.contractions for layer in layers) else max
-    return " ".join(map(repr, map(beside, zip(us, of_functions, strict=True))))
+    return us + of_functions if any(layer.contractions for layer in layers) else max(us, of_functions)
 
 
 def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:
