@@ -101,7 +101,7 @@ def is_short(dtype: torch.dtype, tf32: bool) -> bool:
 def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
     """Whether a stack's layers that are run one by one are left to cuBLAS. In float ours are twice as fast, of bfloat16
     products."""
-    return x.is_cuda and is_large_product(layer) and is_short(x.dtype, runs_in_tf32(x))
+    return is_large_product(layer) and x.is_cuda and is_short(x.dtype, runs_in_tf32(x))
 
 
 MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers are put together for
