@@ -18,12 +18,11 @@ from factorlayer.device.code import Long, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import scratch_of
-from factorlayer.kernels.stages import NO_TILES, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
+from factorlayer.kernels.stages import NO_TILES, PIECE, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
 from factorlayer.kernels.work import Inputs, Mode, OfWork, Work, round_up, told_inputs
 
 SCALE_BYTES = 4
-PIECE = 16  # bytes
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 

@@ -106,6 +106,11 @@ class Stage:
         return 1 if self.by_rows else round_up(self.inner, 8)
 
     @property
+    def padded(self) -> int:
+        """p's of a row with what pads them, by columns."""
+        return round_up(self.p, 8) if self.mt else self.p
+
+    @property
     def m(self) -> int:
         return self.rows if self.by_rows else self.q
 
@@ -139,14 +144,13 @@ class Stage:
         """The layout of the state that it reads: no two lanes of an access in one bank, p padded to whole matrix steps,
         but for threads by columns. Where a stage before has made it, whose lanes store q's in rows of their own, no two
         of these are in one bank either."""
-        padded = round_up(self.p, 8) if self.mt or self.by_rows else self.p
         if self.by_rows:
             # Two lanes of a row of 32 bytes meet, which takes less than to copy rows with padding between them.
             is_short = self.p * ELEMENT_BYTES[self.dtype] == 32 and self.p % 8 == 0
             as_in_memory = is_short and self.source == "memory" and self.mt > 0
             return Layout(self.p, 1, self.p if as_in_memory else row_step(self.p, self.dtype), 1)
         step = self.inner_padded + 4 if self.dtype == "float64" else _odd_eights(self.inner_padded)
-        row = padded * step
+        row = self.padded * step
         return Layout(self.p, self.inner, _odd_eights(row) if self.source == "stage" and self.rows > 1 else row, step)
 
     @kept

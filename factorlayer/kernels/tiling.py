@@ -14,6 +14,7 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
+    LINE,
     SUM_REGISTERS,
     Layout,
     Sandwich,
@@ -42,7 +43,7 @@ TILES = (
 # made of words, and issue slots that the load and store unit takes for each line of memory that a warp's pieces are in.
 OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
 OF_SINGLE = 1  # more, for a sum that is converted and put down by itself, not together with its neighbour
-LINE, SECTOR = 128, 32  # bytes of memory
+SECTOR = 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
 SHORT_STORES = 0.4  # times memory's time, what stores of single sectors take more than of two: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
@@ -330,7 +331,7 @@ def of_padding(stage: Stage) -> float:
     rows = stage.rows * (round_up(stage.p, 8) > stage.p)
     if stage.by_rows:
         return rows * OF_PADDED_ROW / 32
-    padding = (round_up(stage.p, 8) - stage.p) * stage.layout.step if stage.mt else 0
+    padding = (stage.padded - stage.p) * stage.layout.step
     return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
 
 

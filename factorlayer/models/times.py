@@ -20,7 +20,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Ways
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import has_plan, has_plan_of_few, us_of
+from factorlayer.plan.planner import has_plan, has_plan_of_few, us_for
 
 PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,10 +72,10 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
     if training:
         has = has_plan_of_few if samples < LEAST_MIXED else has_plan
 
-        def us_for(batch: int) -> Callable[[str], float]:
+        def us_of(batch: int) -> Callable[[str], float]:
             return lambda text: plan_us(text, batch, dtype, gpu)
 
-        asked += runs(text, lambda back: has(back.text, dtype, *limits), samples, us=us_for)
+        asked += runs(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 
@@ -83,6 +83,6 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
 def plan_us(text: str, samples: int, dtype: str, gpu: Gpu) -> float:
     """Microseconds of the plan that runs so many samples; infinitely many where there is none."""
     try:
-        return us_of(text, dtype, gpu, class_of_batch(samples), samples)
+        return us_for(text, dtype, gpu, class_of_batch(samples))(samples)
     except PlanError:
         return math.inf

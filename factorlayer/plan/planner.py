@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
@@ -94,22 +94,27 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
     for; infinitely many where there is none."""
     asked = asked_of(chain, batch_class)
     try:
-        return " ".join(repr(us_of(chain, dtype, gpu, batch_class, n)) for n in asked)
+        us = us_for(chain, dtype, gpu, batch_class)
     except PlanError:
         return " ".join([str(math.inf)] * len(asked))
+    return " ".join(repr(us(n)) for n in asked)
 
 
-def us_of(chain: str, dtype: str, gpu: Gpu, batch_class: int, samples: int) -> float:
+def us_for(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> Callable[[int], float]:
     """Microseconds that the plan of that class is predicted to take of so many samples, with functions in double, which
     passes do not count."""
-    us = sum(p.us_of(samples) for p in plan_of(chain, dtype, batch_class, gpu).passes)
+    passes = plan_of(chain, dtype, batch_class, gpu).passes
+
+    def of_passes(samples: int) -> float:
+        return sum(p.us_of(samples) for p in passes)
+
     if is_recurrent(chain) or dtype != "float64":  # of a recurrence's STEPS, what their functions take is part of it
-        return us
+        return of_passes
     layers, _, word = _read(chain, dtype)
-    functions = _functions(layers, word == BACKWARD) * _rows(layers, samples, gpu)
-    of_functions = functions / (gpu.rates.double_functions * gpu.sms)
+    functions, rate = _functions(layers, word == BACKWARD), gpu.rates.double_functions * gpu.sms
     # Beside memory alone, functions wait for it.
-    return us + of_functions if any(layer.contractions for layer in layers) else max(us, of_functions)
+    beside = sum if any(layer.contractions for layer in layers) else max
+    return lambda samples: beside((of_passes(samples), functions * _rows(layers, samples, gpu) / rate))
 
 
 def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:

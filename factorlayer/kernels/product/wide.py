@@ -481,12 +481,10 @@ def time(plan: Wide) -> float:
     else:
         (load, made), drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
     slabs = plan.groups * plan.slabs
-    if plan.runs:
-        taken = slabs * max(load, made) + plan.runs.us(plan.consumers, gpu.rates.cycles)
-    elif size == 2:  # the next tile's loads go on while a tile is stored
-        taken = max(slabs * load, slabs * made + plan.held * drain + _store_us(plan) + 0.5)
-    else:
-        taken = slabs * max(load, made) + plan.held * drain + _store_us(plan) + 0.5
+    ends = plan.runs.us(plan.consumers, gpu.rates.cycles) if plan.runs else plan.held * drain + _store_us(plan) + 0.5
+    taken = slabs * max(load, made) + ends
+    if size == 2 and not plan.runs:  # the next tile's loads go on while a tile is stored
+        taken = max(slabs * load, slabs * made + ends)
     busy = start + each * taken
     moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
     moved += plan.batch * product.y_features if product.reads_beside else 0
