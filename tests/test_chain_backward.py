@@ -40,7 +40,8 @@ def gradients_of(outputs: list[Array], found: Plan, spec: LayerSpec) -> list[Arr
     """Of x and of all weights, from what the passes have written."""
     sizes = [int(np.prod(shape)) for shape in spec.weight_shapes]
     weights, grad_x = np.full(sum(sizes), np.nan), np.empty(0)
-    for planned, output in zip((p for p in found.passes if p.leaves != "prepared"), outputs, strict=True):
+    passes = (p for p in found.passes if p.leaves not in ("prepared", "begun"))
+    for planned, output in zip(passes, outputs, strict=True):
         if planned.writes == "y":
             grad_x = output
         if isinstance(planned, KroneckerGradients):

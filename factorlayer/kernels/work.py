@@ -60,6 +60,30 @@ SIZES = "P0", "P1", "Q0", "Q1"  # of two modes, as kernels are told them
 
 
 @dataclass(frozen=True)
+class Terms:
+    """Of a sum of `of` Kronecker products, the `count` terms that a pass takes, from the one with number `first` on. Of
+    each weight, terms lie one behind another, and so do their gradients."""
+
+    of: int = 1
+    first: int = 0
+    count: int = 1
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """As kernels are told them."""
+        return {"RANK": self.of, "TERM": self.first, "TERMS": self.count}
+
+    def __str__(self) -> str:
+        """In words; empty of one product."""
+        if self.count == self.of:
+            return f"all {self.of} terms" if self.of > 1 else ""
+        return f"terms {self.first + 1} to {self.first + self.count} of {self.of}"
+
+
+ONE_PRODUCT = Terms()
+
+
+@dataclass(frozen=True)
 class Mode:
     """Neighbouring modes taken as one: (weight, q, p) of each. A product of weights is made as they are loaded."""
 

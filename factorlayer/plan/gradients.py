@@ -161,19 +161,19 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     elif chain.is_monarch:
         if whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
             yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
-    elif chain.rank == 1 and all(c.tied for c in chain.contractions):
+    elif all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
-            yield from ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
+            yield from ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu, rank=chain.rank)
 
 
 def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
     """Of an x that is several tensors, by families that read it so."""
-    if chain.rank == 1 and len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
+    if len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
             asked = modes_of(chain), outer, dtype, batch, gpu
-            yield from ways(OF_FACTORS, *asked, inputs=inputs_of(chain))
+            yield from ways(OF_FACTORS, *asked, inputs=inputs_of(chain), rank=chain.rank)
 
 
 def _at_one_visit(chain: Chain) -> tuple[Family, ...]:

@@ -51,6 +51,8 @@ CASES = [
     Case(kronecker((4,) * 6, (4,) * 6), 3),
     Case(kronecker((16, 32), (24, 8), rank=3), 19, True, "gelu_tanh"),
     Case(kronecker((13, 5, 3), (6, 17, 3), rank=2), 5),
+    Case(kronecker((48, 40), (40, 64), rank=5), 300, True, "gelu"),
+    Case(kronecker((96, 72), (72, 96), rank=2), 2100, True),
     Case(kronecker((64, 64, 64), (16, 64, 64), rank=2), 3, True),
     Case(monarch((32, 32), (32, 32)), 70, True, "gelu"),
     Case(monarch((97, 31), (31, 97)), 17),

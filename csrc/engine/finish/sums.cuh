@@ -62,24 +62,34 @@ DEVICE void add_up(u32 memory, const SumOf& sum_of, const Place& place, const Sy
   }
 }
 
-// Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, of whose rows a warp has 16, from `first` on: to
-// where this block's belong. P1 is even.
-template <int P0, int P1, int Q0, int Q1, int A, int B>
-DEVICE void store_rows(float* to, int first, const Lane& lane, const float (&d_a)[A], const float (&d_b)[B]) {
+// Where a block has its sums of two weights' gradients: dA [q0, p0] of all terms, then dB [q1, p1] of all.
+template <class Pass> struct PlacesOfSums {
+  static constexpr int kA = Pass::Q0 * Pass::P0, kB = Pass::Q1 * Pass::P1, kAll = Pass::RANK * (kA + kB);
+  static constexpr bool kPaired = Pass::RANK * kA % 2 == 0;  // whether pairs of dB's lie as such
+  float *const a, *const b;  // of one of the pass's terms
+  DEVICE PlacesOfSums(float* block, int term)
+      : a(block + (Pass::TERM + term) * kA), b(block + Pass::RANK * kA + (Pass::TERM + term) * kB) {}
+};
+
+// Gradients dA, with p0 as rows of sums, and dB, of whose rows a warp has 16, from `first` on: to where they belong. P1 is even.
+template <class Pass, int A, int B>
+DEVICE void store_rows(const PlacesOfSums<Pass>& to, int first, const Lane& lane, const float (&d_a)[A], const float (&d_b)[B]) {
   UNROLL for (int j = 0; j < A; ++j) {
     const int p = first + lane.g + j / 2 % 2 * 8, q = j / 4 * 8 + lane.t * 2 + j % 2;
-    if (q < Q0 && p < P0) store_global(to + q * P0 + p, d_a[j]);
+    if (q < Pass::Q0 && p < Pass::P0) store_global(to.a + q * Pass::P0 + p, d_a[j]);
   }
   UNROLL for (int j = 0; j < B; j += 2) {
     const int q = first + lane.g + j / 2 % 2 * 8, p = j / 4 * 8 + lane.t * 2;
-    if (q < Q1 && p < P1) store_two<Q0 * P0 % 2 == 0>(to + Q0 * P0 + q * P1 + p, d_b[j], d_b[j + 1], true);
+    if (q < Pass::Q1 && p < Pass::P1)
+      store_two<PlacesOfSums<Pass>::kPaired>(to.b + q * Pass::P1 + p, d_b[j], d_b[j + 1], true);
   }
 }
 
-// Gradients dA [q0, p0], with p0 as rows of sums, and dB [q1, p1] behind it, up to 64 x 64, of which each of the THREADS'
-// warpgroups has sums: added up as above, to where this block's belong. Those are all who multiply.
-template <int P0, int P1, int Q0, int Q1, int THREADS, int BYTES, int A, int B>
-DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float (&d_b)[B]) {
+// Gradients dA, with p0 as rows of sums, and dB, up to 64 x 64, of which each of the THREADS' warpgroups has sums: added up as
+// above, to where they belong. Those are all who multiply.
+template <class Pass, int THREADS, int BYTES, int A, int B>
+DEVICE void store_sums(u32 memory, const PlacesOfSums<Pass>& to, const float (&d_a)[A], const float (&d_b)[B]) {
+  constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   constexpr int kFoursA = A / 4, kFoursB = B / 4;
   add_up<kFoursA + kFoursB, THREADS, 128, BYTES, float>(
       memory,
@@ -92,10 +102,10 @@ DEVICE void store_sums(u32 memory, float* to, const float (&d_a)[A], const float
           const int row = member / 32 * 16 + at.g + i / 2 * 8, column = at.t * 2 + i % 2;
           if (n < kFoursA) {
             const int q = n * 8 + column;
-            if (q < Q0 && row < P0) store_global(to + q * P0 + row, sum[i]);
+            if (q < Q0 && row < P0) store_global(to.a + q * P0 + row, sum[i]);
           } else {
             const int p = (n - kFoursA) * 8 + column;
-            if (row < Q1 && p < P1) store_global(to + Q0 * P0 + row * P1 + p, sum[i]);
+            if (row < Q1 && p < P1) store_global(to.b + row * P1 + p, sum[i]);
           }
         }
       },

@@ -66,6 +66,12 @@ template <int GROUPS, class Sync> DEVICE void meet_as_others(i64 of_first, i64 u
   }
 }
 
+// Of SIZE elements, a pointer's or several tensors', each line on its way to L2, by THREADS.
+template <int SIZE, int THREADS, class From> DEVICE void prefetch_state(const From& from) {
+  constexpr int kLine = 128 / sizeof(*(from + 0));
+  ROLL for (int at = threadIdx.x % THREADS * kLine; at < SIZE; at += THREADS * kLine) prefetch(from + at);
+}
+
 // A tensor's bytes on their way to L2, by all threads of the grid: while the kernel before in the stream is running,
 // which may still write them, as L2 has what is written.
 template <int THREADS> DEVICE void ask_for(const void* from, i64 bytes) {

@@ -5,6 +5,9 @@
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
 
+// To what a store adds: to nothing, to what it asks memory for, or to what has been brought to other slabs.
+enum class AddsTo { NOTHING, MEMORY, SLABS };
+
 template <class Element, int HEIGHT> struct Slabs {
   static constexpr int kSlab = HEIGHT * 128;
 
@@ -52,26 +55,45 @@ template <class Element, int HEIGHT> struct Slabs {
       settle(left[s]);
     }
   }
-  // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`.
-  template <int ROWS, int COLUMNS, int STRIDE = COLUMNS, int N, class To>
-  static DEVICE void store(const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, const To& to) {
+  // A warp's 16 rows of sums, from row `first` on, to memory, by whole pieces through the slabs at `through`. If it ADDS, then
+  // to what a kernel before has left there, which is asked for first, or in the slabs at `there`.
+  template <int ROWS, int COLUMNS, AddsTo ADDS = AddsTo::NOTHING, int STRIDE = COLUMNS, int N, class To>
+  static DEVICE void store(
+      const float (&sums)[N], u32 through, int first, const Lane& lane, float scale, const To& to, u32 there = 0) {
+    constexpr int kRow = COLUMNS / 8, kEach = ceil_div(16 * kRow, 32);
+    constexpr bool kAsks = ADDS == AddsTo::MEMORY;
+    const auto each_piece = [&](const auto& act) {
+      UNROLL_BY(kAsks ? kEach : 4) for (int i = 0; i < kEach; ++i) {
+        const int j = i * 32 + lane.index, row = first + j / kRow, column = j % kRow * 8;
+        if ((kRow % 2 == 0 || j < 16 * kRow) && (ROWS == HEIGHT || row < ROWS))
+          act(i, place(row, column), to + (row * STRIDE + column));
+      }
+    };
+    [[maybe_unused]] u32 made[kAsks ? kEach : 1][4];
+    if constexpr (kAsks) each_piece([&](int i, u32, const Element* at) { load_made<16>(at, made[i], true); });
     UNROLL for (int j = 0; j < N; j += 2)
       store_shared(through + place(first + lane.g + j / 2 % 2 * 8, j / 4 * 8 + lane.t * 2),
                    Pair<Element>(sums[j] * scale, sums[j + 1] * scale).bits);
     __syncwarp();
-    constexpr int kRow = COLUMNS / 8;
-    UNROLL_BY(4) for (int j = lane.index; j < 16 * kRow; j += 32) {
-      const int row = first + j / kRow, column = j % kRow * 8;
-      if (ROWS == HEIGHT || row < ROWS)
-        store_words<16>(to + (row * STRIDE + column), load_words<16>(through + place(row, column)));
-    }
+    each_piece([&](int i, u32 piece, Element* at) {
+      if constexpr (ADDS != AddsTo::NOTHING) {
+        u32 word[4], brought[4];
+        load_u32x4(through + piece, word);
+        if constexpr (!kAsks) load_u32x4(there + piece, brought);
+        add_words<Element>(word, kAsks ? made[kAsks ? i : 0] : brought);
+        store_global<16>(at, word);
+      } else {
+        store_words<16>(at, load_words<16>(through + piece));
+      }
+    });
     __syncwarp();
   }
-  // A weight, by the first THREADS of a block: copied if it is parameter FACTOR, or made, several elements on their way.
+  // A weight, the one with this number in parameter FACTOR, by the first THREADS of a block: copied, or made, several elements
+  // on their way, if it is none.
   template <int FACTOR, int Q, int P, int THREADS, class At>
-  static DEVICE void load_weight(const Params& params, u32 to, At at) {
+  static DEVICE void load_weight(const Params& params, u32 to, int number, At at) {
     if constexpr (FACTOR >= 0 && P % 8 == 0) {
-      copy<Q, P, THREADS>(static_cast<const Element*>(params.weights[FACTOR]), to);
+      copy<Q, P, THREADS>(static_cast<const Element*>(params.weights[FACTOR]) + number * (Q * P), to);
       commit_copies();
       clear_padding<Q, P, THREADS>(to);
     } else {

@@ -54,6 +54,18 @@ template <int LANES, int EACH = 1> DEVICE void exchange_words(u32 (&words)[LANES
     }
 }
 
+// Adds elements to others, as words.
+template <class Element, int N> DEVICE void add_words(u32 (&words)[N], const u32 (&there)[N]) {
+  UNROLL for (int i = 0; i < N; ++i) {
+    if constexpr (sizeof(Element) == 2) {
+      const auto half = [](u32 word, int k) { return widen(Element{u16(word >> 16 * k)}); };
+      words[i] = Pair<Element>(half(words[i], 0) + half(there[i], 0), half(words[i], 1) + half(there[i], 1)).bits;
+    } else {
+      words[i] = __float_as_uint(__uint_as_float(words[i]) + __uint_as_float(there[i]));
+    }
+  }
+}
+
 // Two neighbours as the words of their pieces, of 16 bits each, whose sums they are: of bf16, three hold all bits.
 template <class Part, int PIECES> DEVICE void split(float x, float y, u32 (&word)[PIECES]) {
   UNROLL for (int i = 0; i < PIECES; ++i) {

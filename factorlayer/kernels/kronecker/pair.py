@@ -10,8 +10,8 @@ from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import tensor_map
-from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Mode, OfWork, TwoSizes, Work, round_up, told_inputs
+from factorlayer.kernels.weights import can_be_made, normals, product
+from factorlayer.kernels.work import Mode, OfWork, Terms, TwoSizes, Work, round_up, told_inputs
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -19,6 +19,8 @@ MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 START_US = 1.4
+RATE = 0.6  # of the matrix unit's, that products of a unit have; and those of a sum's terms, one behind another
+SUMS_RATE = 0.8
 UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
 MIX_US = 2e-5  # of a multiply-add of a mixture, by FMA
 PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy to its last mixture
@@ -34,7 +36,7 @@ class Pair(OfWork, TwoSizes):
     groups: int
     gpu: Gpu
     stages: int = 0  # chunks on their way to slots
-    held: int = 1  # pieces of the second weight that stay in registers
+    held: int = 1  # pieces of the second weight that stay in registers: none of a sum's
     us: float = 0.0
 
     @property
@@ -132,7 +134,8 @@ class Pair(OfWork, TwoSizes):
         stage = round_up(self.chunk * p1 * self.unit, 2048) * mixed[0] * self.size // self.unit
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
-        return BARRIER_BYTES + a + b + self.slots * slot + self.stages * stage + self.staged
+        weights = self.work.rank * (a + b)
+        return BARRIER_BYTES + weights + self.slots * slot + self.stages * stage + self.staged
 
     @property
     def units_per_block(self) -> int:
@@ -149,28 +152,34 @@ class Pair(OfWork, TwoSizes):
         p, q = self.mixed
         units = -(-batch * work.outer // gpu.sms)
         memory = (p * p0 * p1 + q * q0 * q1) * self.size / (0.9 * gpu.memory_bytes)
-        rate = 0.6 * gpu.flops["bfloat16"] * {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
+        rate = (SUMS_RATE if work.rank > 1 and self.pieces == 1 else RATE) * gpu.flops["bfloat16"]
+        rate *= {"tf32": 0.5, "float32": 0.2}.get(work.dtype, 1)
         products = 128 * self.parts * q * round_up(p0, self.chunk) * (round_up(p1, 32 // self.unit) + self.n) / rate
+        products *= work.rank
         chunk_us, row_us = (0.12, 0.003) if self.size == 2 else (0.25, 0.011)  # of waits; of a row of the result
         unit_us = UNIT_US if self.size == 2 and p * q == 1 else 0.0
         busy = products + (-(-p0 // self.chunk) * chunk_us + q0 * row_us + unit_us) * q / self.groups
         mixing = MIX_US * p * q * p0 * p1 if p * q > 1 else 0.0
         if self.mixes_by_products:
             mixing = PRODUCT_US * -(-p0 // self.chunk)
-        return START_US + (units + 1) * max(memory, busy, mixing)
+        begin = START_US
+        if work.rank > 1:  # the others' weights, of which all loads of a thread are waited for at once
+            begin += gpu.rates.wait_us + (work.rank - 1) * (p0 * q0 + p1 * q1) * self.size / gpu.l2_bytes
+        return begin + (units + 1) * max(memory, busy, mixing)
 
     @property
     def details(self) -> str:
         p, q = self.mixed
         first = "" if p == q == 1 else f"{p}→{q}, "
         groups = f"{self.groups} groups of {self.parts} warpgroups"
-        return f"{first}{self.contracted}, {groups}, {self.slots} slots of {self.chunk} rows"
+        terms = f", all {self.work.rank} terms" if self.work.rank > 1 else ""
+        return f"{first}{self.contracted}, {groups}, {self.slots} slots of {self.chunk} rows{terms}"
 
     def lines(self, registers: tuple[int, int], ahead: int, mapped: bool = False) -> list[str]:
         """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
         numbers = self.told_sizes | {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots}
-        numbers |= {"PARTS": self.parts}
+        numbers |= {"PARTS": self.parts, "TERMS": work.rank}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results}
@@ -201,26 +210,27 @@ class Pair(OfWork, TwoSizes):
 def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
     """Lines that say what a weight's elements are, which parameter it is, or how a product is scaled in fp16."""
     weights = [
-        f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]);"
-        for j, (weight, _, _) in enumerate(mode.parts)
+        f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]) + term * {q * p};"
+        for j, (weight, q, p) in enumerate(mode.parts)
     ]
     body = "\n    ".join(weights)
     lines = [
-        f"static DEVICE float weight{name}(const Params& params, int q, int p) {{",
+        f"static DEVICE float weight{name}(const Params& params, int q, int p, int term = 0) {{",
         f"  {body}\n    return {product(mode)};\n  }}",
     ]
     plain = len(mode.parts) == 1
     return [
         *lines,
         f"static constexpr int FACTOR_{letter} = {mode.parts[0][0] if plain else -1};",
-        f"static DEVICE float scale{name}(const Params& params) {{",
+        f"static DEVICE float scale{name}(const Params& params, int term = 0) {{",
         f"  {'' if plain else body}\n    return {'1' if plain else normals(mode)};\n  }}",
     ]
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
     """The tiling of two large modes, and maybe a small one before them; None where this family has no kernel."""
-    if not gpu.wgmma or work.dtype == "float64" or work.rank > 1 or work.inner > 1:
+    sums = work.rank > 1
+    if not gpu.wgmma or work.dtype == "float64" or work.inner > 1 or work.terms > 1 or work.apart or work.transposed:
         return None
     if len(work.steps) != len(work.sizes) or len(work.sizes) not in (2, 3):
         return None
@@ -234,11 +244,13 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
         return None
     if work.inputs and (mixes or not work.inputs.are_pieces(size)):
         return None
+    if sums and (mixes or not all(can_be_made(mode, work.dtype, Terms(work.rank)) for _, mode in work.steps)):
+        return None
     exact = work.dtype == "float32"
     if exact and (mixes or p1 % 8):  # the sums of mixtures need too many registers
         return None
     groups = 2 if mixes else 1 if q1 > 64 else 3 if size == 2 else 2
-    for chunk, held in itertools.product(_chunks(work), (3, 1) if exact else (1,)):
+    for chunk, held in itertools.product(_chunks(work), (0,) if sums else (3, 1) if exact else (1,)):
         for slots, stages in _rings(exact, mixes and size == 2):
             plan = Pair(work, chunk, slots, groups, gpu, stages, held)
             fits = (

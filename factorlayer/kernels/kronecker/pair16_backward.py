@@ -7,13 +7,18 @@ import math
 from dataclasses import dataclass, replace
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, ways
-from factorlayer.kernels.passes import fastest
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, quickest, ways
 from factorlayer.kernels.work import Inputs, Mode
 
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
 MOST_SUMS = 112  # of a thread that multiplies, in 144 registers without spills
 UNIT_US = 0.9  # of a group, from a unit's first product to its store
+# Of a group and unit for each term of a sum, in which it multiplies nothing, and what products have of the matrix
+# unit's rate: fitted to nine sums of two to eight terms on one H200, of 0.8 to 1.4 us for a term and round.
+TERM_US, TERMS_RATE = 0.45, 0.87
+REGISTERS = {3: 160, 2: 232}  # of a thread that multiplies, by warpgroups that do
+OF_PLACES = 20  # registers that no sum and no operand is in
+MOST_TERMS = 4  # that shared memory has room for, with the slots
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,30 @@ class Pair16Backward(ByWarpgroups):
     def groups(self) -> int:
         """Warpgroups that multiply: two where three have no room for sums of units beside those of who copies."""
         _, p1, q0, q1 = self.rounded
+        if self.terms.count > 1:
+            return 3 if self._needed(self.terms.count) <= REGISTERS[3] else 2
         return 2 if self.bias and (p1 + q0) // 2 + q1 > MOST_SUMS else 3
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that copies, and maybe adds up what it has copied, and of one that multiplies."""
-        return ((64, 144) if self.groups == 3 else (104, 200)) if self.bias else (32, 160)
+        if self.bias:
+            return (64, 144) if self.groups == 3 else (104, 200)
+        return 32, REGISTERS[self.groups]
+
+    def _needed(self, terms: int) -> int:
+        """Registers of a thread that multiplies: sums of weights' gradients for each of so many terms, those of dX, of
+        T or dT, and T as an operand."""
+        _, p1, q0, q1 = self.rounded
+        return terms * (q0 + p1) // 2 + p1 // 2 + q1 // 2 + q1 // 4 + OF_PLACES
+
+    @property
+    def most_terms(self) -> int:
+        return max(n for n in range(1, MOST_TERMS + 1) if n == 1 or self._needed(n) <= REGISTERS[2])
 
     def with_bias(self, batch: int) -> Pair16Backward | None:
         """Sums of grad_y as well, of which a block has those of a sample: where that is one unit."""
-        if self.units_per_sample > 1 or self.merged:
+        if self.units_per_sample > 1 or self.merged or self.rank > 1:
             return None
         both = replace(self, bias=True)
         return replace(both, us=both.us_of(batch))
@@ -48,11 +67,13 @@ class Pair16Backward(ByWarpgroups):
 
     @property
     def shared(self) -> int:
-        return BARRIER_BYTES + (2 + 2 * self.slots + self.groups) * SLAB
+        slot = 2 + (self.terms.first > 0)
+        return BARRIER_BYTES + (2 * self.terms.count + slot * self.slots + self.groups) * SLAB
 
     @property
     def details(self) -> str:
-        return f"{self.contracted}, {self.groups} warpgroups, {self.slots} slots" + ", with the bias's" * self.bias
+        details = f"{self.contracted}, {self.groups} warpgroups, {self.slots} slots"
+        return self.in_words(details) + ", with the bias's" * self.bias
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -61,13 +82,17 @@ class Pair16Backward(ByWarpgroups):
         return found | {"BIAS": self.bias}
 
     def units_us(self, units: int) -> float:
-        _, p1, q0, q1 = self.rounded
+        p0, p1, q0, q1 = self.rounded
+        rounds, memory = math.ceil(units / self.groups), units * self.memory_us
+        if self.terms.count > 1:
+            products = 2 * 64 * (p0 * p1 + 2 * p1 * q1 + 2 * q0 * q1) / (TERMS_RATE * self.gpu.flops[self.dtype])
+            return max(memory, self.terms.count * (units * products + TERM_US * rounds))
         products = 64 * (3 * p1 * q1 + 2 * q0 * q1) / (0.4 * self.gpu.flops[self.dtype])
-        return max(units * max(self.memory_us, products), UNIT_US * math.ceil(units / self.groups))
+        return max(memory, units * products, UNIT_US * rounds)
 
 
 def tile(
-    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
-) -> Pair16Backward | None:
-    """The fastest by prediction, of all ways to take neighbours as two; None where this family has no kernel."""
-    return fastest(ways(Pair16Backward, modes, outer, dtype, batch, gpu, inputs))
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None, rank: int = 1
+) -> tuple[Pair16Backward, ...]:
+    """The fastest by prediction, of all ways to take neighbours as two; none where this family has no kernel."""
+    return quickest(ways(Pair16Backward, modes, outer, dtype, batch, gpu, inputs, rank))

@@ -24,7 +24,7 @@ class Pair16LargeBackward(ByWarpgroups):
 
     @property
     def details(self) -> str:
-        return self.contracted
+        return self.in_words(self.contracted)
 
     @property
     def fits(self) -> bool:
@@ -43,7 +43,7 @@ class Pair16LargeBackward(ByWarpgroups):
 
 
 def tile(
-    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
-) -> Pair16LargeBackward | None:
+    modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None, rank: int = 1
+) -> tuple[Pair16LargeBackward, ...]:
     """None where this family has no kernel, or warps by themselves need no more products."""
-    return next(ways(Pair16LargeBackward, modes, outer, dtype, batch, gpu, inputs), None)
+    return next(ways(Pair16LargeBackward, modes, outer, dtype, batch, gpu, inputs, rank), ())

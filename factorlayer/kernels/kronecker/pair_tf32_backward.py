@@ -44,6 +44,6 @@ class PairTf32Backward(ByWarpgroups):
         return units * max(self.memory_us, products + UNIT_US)
 
 
-def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> PairTf32Backward | None:
+def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) -> tuple[PairTf32Backward, ...]:
     """None where this family has no kernel."""
-    return next(ways(PairTf32Backward, modes, outer, dtype, batch, gpu), None)
+    return next(ways(PairTf32Backward, modes, outer, dtype, batch, gpu), ())

@@ -258,9 +258,9 @@ def tile_backward(
     plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
     family = pair16_backward if ELEMENT_BYTES[dtype] == 2 else pair_split_backward
     behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
-    if plan is None or behind is None:
+    if plan is None or not behind:
         return ()
-    return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind.us)
+    return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind[0].us)
 
 
 def _tilings_backward(work: Work, gpu: Gpu) -> Iterator[TripleBackward]:

@@ -3,6 +3,7 @@ are told, and which sizes they take. They differ in how numbers are multiplied, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.weights import can_be_made, told_weights
-from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, as_two, round_up, told_inputs
+from factorlayer.kernels.work import ONE_PRODUCT, Inputs, Mode, OfTwoModes, Terms, as_two, round_up, told_inputs
 
 LEAST = 24  # of a size that fills the matrix unit
 BARRIER_BYTES = 1024
@@ -30,6 +31,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     inputs: Inputs | None = None
     singles: int = 0  # sums of each block that a pass before has made, and grad_y, where this one's result will lie
     bias: bool = False  # whether sums of grad_y are made as well, behind those of weights
+    terms: Terms = ONE_PRODUCT  # where they are not a sum's first ones, their gradient of x is added to what is there
 
     dtypes: ClassVar[tuple[str, ...]] = ()
     largest: ClassVar[int] = 64  # of a size
@@ -39,10 +41,24 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     @property
     def weights(self) -> int:
         _, _, q0, q1 = self.sizes
-        return self.singles + super().weights + self.bias * q0 * q1
+        return self.singles + self.rank * super().weights + self.bias * q0 * q1
+
+    @property
+    def rank(self) -> int:
+        return self.terms.of
+
+    @property
+    def most_terms(self) -> int:
+        """Terms of a sum that a pass may take."""
+        return 1
+
+    @property
+    def leaves(self) -> str:
+        return "begun" if self.terms.first + self.terms.count < self.rank else ""
 
     def is_others(self, missing: int, padding: int) -> bool:
-        return not padding and missing == self.most * self.singles * SUM_BYTES[self.dtype]
+        others = self.singles + (self.rank - self.terms.count) * super().weights
+        return not padding and missing == self.most * others * SUM_BYTES[self.dtype]
 
     @property
     def rounded(self) -> tuple[int, int, int, int]:
@@ -54,6 +70,10 @@ class ByWarpgroups(OfTwoModes, BlockSums):
     def widths(self) -> set[int]:
         """Widths of products."""
         return set(self.rounded[1:])
+
+    def in_words(self, details: str) -> str:
+        """With the terms of a sum."""
+        return f"{details}, {self.terms}" if str(self.terms) else details
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -67,7 +87,7 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         inside = min(self.sizes) >= LEAST and max(self.sizes) <= self.largest and self.shared <= self.gpu.shared
         pieces = p1 * self.size % 16 == 0 and q1 * self.size % 16 == 0
         pieces = pieces and (self.inputs is None or self.inputs.are_pieces(self.size))
-        return inside and pieces and all(can_be_made(mode, self.dtype) for mode in self.modes)
+        return inside and pieces and all(can_be_made(mode, self.dtype, self.terms) for mode in self.modes)
 
     @property
     def products(self) -> str:
@@ -83,18 +103,19 @@ class ByWarpgroups(OfTwoModes, BlockSums):
         lines = constants(
             {"Element": ELEMENT[self.dtype], **told_inputs(self.inputs), **self.told_sizes, **self.numbers, **numbers}
         )
-        return lines + told_weights(self.modes, "ab", self.dtype)
+        return lines + told_weights(self.modes, "ab", self.dtype, self.terms)
 
     @property
     def memory_us(self) -> float:
         """Microseconds that memory takes for a unit."""
         p0, p1, q0, q1 = self.sizes
-        return (2 * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
+        adds = self.terms.first > 0
+        return ((2 + adds) * p0 * p1 + q0 * q1) * self.size / (0.9 * self.gpu.memory_bytes)
 
     def us_of(self, batch: int) -> float:
         """Predicted microseconds: of units, with the start and what blocks write in the end."""
         units = math.ceil(batch * self.units_per_sample / self.gpu.sms)
-        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes
+        ends = self.weights * SUM_BYTES[self.dtype] / self.gpu.l2_bytes * self.terms.count / self.rank
         return self.start_us + self.units_us(units) + ends
 
     def units_us(self, units: int) -> float:
@@ -113,10 +134,21 @@ def ways(
     batch: int,
     gpu: Gpu,
     inputs: Inputs | None = None,
-) -> Iterator[Family]:
-    """Ways to take neighbours as two that the family has a kernel for."""
+    rank: int = 1,
+) -> Iterator[tuple[Family, ...]]:
+    """Ways to take neighbours as two that the family has a kernel for: of a sum of `rank` products in as many passes as
+    its terms need, of about the same number each."""
     if gpu.wgmma and dtype in family.dtypes:
         for both in as_two(modes):
-            plan = family(both, dtype, outer, gpu, inputs=inputs)
-            if plan.fits:
-                yield replace(plan, us=plan.us_of(batch))
+            one = family(both, dtype, outer, gpu, inputs=inputs, terms=Terms(rank))
+            if one.fits:
+                passes = -(-rank // one.most_terms)
+                bounds = [rank * i // passes for i in range(passes + 1)]
+                terms = [Terms(rank, first, end - first) for first, end in itertools.pairwise(bounds)]
+                made = (replace(one, terms=some) for some in terms)
+                yield tuple(replace(each, us=each.us_of(batch)) for each in made)
+
+
+def quickest(found: Iterator[tuple[Family, ...]]) -> tuple[Family, ...]:
+    """The way that is predicted to take least; none of none."""
+    return min(found, key=lambda passes: sum(each.us for each in passes), default=())

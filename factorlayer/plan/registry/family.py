@@ -218,6 +218,7 @@ def offers(families: Iterable[Family], *asked: Any, **told: Any) -> Iterator[Off
     """Of each family that has a kernel, up to the first one that answers alone."""
     about = Asked.of(*asked)
     about = about._replace(inputs=about.inputs or told.get("inputs") is not None)
+    about = about._replace(sums=about.sums or told.get("rank", 1) > 1)
     for family in families:
         if passes := family._way(about, asked, told):
             yield Offer(family.margin.of(*asked) * sum(p.us for p in passes), passes, family)

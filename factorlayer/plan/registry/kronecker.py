@@ -81,7 +81,14 @@ PAIR = Family(
     pair.tile,
     (pair.Pair,),
     "pair",
-    Takes(FLOATS, ("wgmma",), (2, 3), inputs=True, more="of the last two q's of 24 to 128; inputs of two factors"),
+    Takes(
+        FLOATS,
+        ("wgmma",),
+        (2, 3),
+        sums=True,
+        inputs=True,
+        more="of the last two q's of 24 to 128; sums and inputs of two factors",
+    ),
 )
 OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 
@@ -133,9 +140,10 @@ OF_FACTORS = (
             (2, ANY),
             (warpgroups.LEAST, pair16_large_backward.Pair16LargeBackward.largest),
             merged=True,
+            sums=True,
             inputs=True,
         ),
-        told=("inputs",),
+        told=("inputs", "rank"),
     ),
     Family(
         "Gradients of two large factors in tf32",
@@ -161,9 +169,10 @@ OF_FACTORS = (
             (2, ANY),
             (warpgroups.LEAST, pair16_backward.Pair16Backward.largest),
             merged=True,
+            sums=True,
             inputs=True,
         ),
-        told=("inputs",),
+        told=("inputs", "rank"),
     ),
     Family(
         "Gradients of a small factor and two of up to 64 (8⁵) in 16 bits",
@@ -190,9 +199,10 @@ OF_FACTORS = (
             (2, ANY),
             (warpgroups.LEAST, pair_split_backward.PairSplitBackward.largest),
             merged=True,
+            sums=True,
             inputs=True,
         ),
-        told=("inputs",),
+        told=("inputs", "rank"),
     ),
     Family(
         "Gradients of few samples of two factors",

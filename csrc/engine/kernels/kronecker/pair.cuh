@@ -13,6 +13,9 @@
 // their nine products count. Those of the first pieces are summed apart from the rest: small numbers lose nothing to
 // large ones, and where an operand is infinite or NaN, the rest, which would be NaN, is left out.
 //
+// Of a sum of products, Y' adds up what each term makes of X while that is in its slot; both weights of all terms are in shared
+// memory then.
+//
 // A small mode before these two may be contracted as well. Then a unit is P such X's, a chunk the same rows of all, and
 // groups share the Q mixtures of every unit. In tf32 who copied a piece of each makes their mixtures, by FMA. In 16 bits
 // warps do by products of 16 columns, 8 p's and 8 q's: of what the copy engine brought, columns become operand A, and sums
@@ -20,7 +23,7 @@
 // and here a mixture 128 bytes, further from the one before than it is long.
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
-//       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
+//       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; TERMS of a sum, CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
 //       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
 //       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
@@ -43,18 +46,20 @@ template <class Pass> struct TwoFactors {
   using Math = typename Pass::Math;
   static constexpr int kSize = sizeof(Element), kUnit = sizeof(Part), kStep = 32 / kUnit, kSlab = 128 / kUnit;
   static constexpr int kEach = 16 / kUnit;  // elements of a piece of 16 bytes in shared memory
-  static constexpr int P = Pass::P, Q = Pass::Q, PIECES = Pass::PIECES, HELD = Pass::HELD;
+  static constexpr int P = Pass::P, Q = Pass::Q, PIECES = Pass::PIECES, HELD = Pass::HELD, TERMS = Pass::TERMS;
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, CHUNK = Pass::CHUNK, SLOTS = Pass::SLOTS;
   static constexpr int kChunks = ceil_div(P0, CHUNK), kN = round_up(Q0, 16), kM = Pass::PARTS * 64;
   static constexpr int kStepsB = ceil_div(P1, kStep), kStepsA = CHUNK / kStep;
   static constexpr int kSlabA = kN * 128, kBytesA = ceil_div(kChunks * CHUNK, kSlab) * kSlabA;  // of one piece
   static constexpr int kSlabB = kM * 128, kBytesB = ceil_div(P1, kSlab) * kSlabB;
+  static constexpr int kTermA = PIECES * kBytesA, kTermB = (PIECES - HELD) * kBytesB;
   static constexpr int kSlabX = CHUNK * 128, kBytesX = ceil_div(P1, kSlab) * kSlabX, kStateBytes = PIECES * kBytesX;
   static constexpr bool kMixes = P * Q > 1, kStages = Pass::STAGES > 0, kMixesByProducts = kMixes && kSize == 2;
   static constexpr int kPitch = kStateBytes + (kMixesByProducts ? 128 : 0);  // from a mixture to the next
   static constexpr int kStates = kMixesByProducts ? 8 : P > Q && !kStages ? P : Q;  // that a slot has room for
   static constexpr int kSlotBytes = kStates * kPitch;
   static constexpr int kConsumers = Pass::GROUPS * Pass::PARTS, kThreads = (kConsumers + 1) * 128;
+  static_assert(TERMS == 1 || (!kMixes && HELD == 0));
   static_assert(!Pass::MAPPED || (!kMixes && !kStages && kUnit == 4 && Pass::GROUPS == 1 && Pass::PARTS == 2));
   // Chunks between the parts. Those that the first one has behind it fill the ring until the second one has read them, too.
   static constexpr int kHalf = kChunks / 2 < SLOTS / 2 ? kChunks / 2 : SLOTS / 2;
@@ -83,8 +88,8 @@ template <class Pass> struct TwoFactors {
   DEVICE TwoFactors(const Params& p, const Maps& m) : TwoFactors(p, &m) {}
   DEVICE TwoFactors(const Params& p, const Maps* m = nullptr)
       : params(p), maps(m), warpgroup(uniform(threadIdx.x / 128)), thread(threadIdx.x % 128),
-        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + PIECES * kBytesA),
-        ring(b + (PIECES - HELD) * kBytesB, memory), behind(ring.at(SLOTS)), units(p.batch * Pass::UNITS_PER_SAMPLE),
+        memory(shared_address(shared_memory)), a(memory + kBarrierBytes), b(a + TERMS * kTermA),
+        ring(b + TERMS * kTermB, memory), behind(ring.at(SLOTS)), units(p.batch * Pass::UNITS_PER_SAMPLE),
         activation(p) {}
 
   DEVICE u32 arrived(u32 stage) const { return ring.full(2 * SLOTS + stage); }
@@ -129,34 +134,39 @@ template <class Pass> struct TwoFactors {
   // To shared memory, padded with zeros: A, and the pieces of B that are not in registers.
   DEVICE void load_weights(float scale = 1.f) const {
     load_weight<0, Pass::FACTOR_A, kN, kBytesA, kSlabA, Q0, P0>(
-        a, [&](int q, int p) { return scale * Pass::weight_a(params, q, p); });
+        a, [&](int q, int p, int term) { return scale * Pass::weight_a(params, q, p, term); });
     if constexpr (HELD < PIECES)
-      load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1>(
-          b, [&](int q, int p) { return Pass::weight_b(params, q, p); });
+      load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1, false>(
+          b, [&](int q, int p, int term) { return Pass::weight_b(params, q, p, term); });
   }
-  // Where their left operand are sums of 32 bits, a lane's k's are 2t and 2t + 1. row_of says which row is where.
+  // All terms' weights, several loads of a thread on their way. Where their left operand are SUMS of 32 bits, a lane's k's are 2t and 2t + 1. row_of says which row is where.
   struct InOrder {
     DEVICE int operator()(int row) const { return row; }
   };
-  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, class At, class RowOf = InOrder>
+  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, bool SUMS = true, class At, class RowOf = InOrder>
   DEVICE void load_weight(u32 to, At at, RowOf row_of = {}) const {
     constexpr bool kWords = FACTOR >= 0 && COLUMN * kSize % 16 == 0;
     constexpr int kTogether = kWords ? 16 / kSize : kUnit == 2 && COLUMN % 2 == 0 ? 2 : 1;
-    constexpr int kRow = BYTES / SLAB * kSlab / kTogether;
-    const auto place = [&](int q, int p) {
-      const int k = (kUnit == 4 ? Math::place_of(p, true) : p) * kUnit;
-      return to + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
-    };
-    UNROLL_BY(kUnit == 4 ? 16 : 8) for (int j = threadIdx.x; j < ROWS * kRow; j += kConsumers * 128) {
+    constexpr int kRow = BYTES / SLAB * kSlab / kTogether, kAll = ROWS * kRow;
+    UNROLL_BY(kUnit == 4 ? 16 : 8) for (int at_all = threadIdx.x; at_all < TERMS * kAll; at_all += kConsumers * 128) {
+      const int term = TERMS > 1 ? at_all / kAll : 0, j = at_all - term * kAll;
+      const u32 begin = to + term * ((PIECES - FIRST) * BYTES);
+      const auto place = [&](int q, int p) {
+        const int k = (kUnit == 4 && SUMS ? Math::place_of(p, true) : p) * kUnit;
+        return begin + k / 128 * SLAB + swizzled(q, k % 128 / 16) + k % 16;
+      };
       constexpr bool kInSlabs = kUnit == 4 && kWords;  // a warp has four rows of one, which meet in no bank
       const int q = kInSlabs ? j / 8 % ROWS : j / kRow;
       const int p = kInSlabs ? j / (8 * ROWS) * kSlab + j % 8 * 4 : j % kRow * kTogether;
       const bool present = q < ROW && p < COLUMN;
       if constexpr (kWords) {
         u32 word[4] = {};
-        if (present) load_global(static_cast<const Element*>(params.weights[FACTOR]) + row_of(q) * COLUMN + p, word);
+        const auto* weight = static_cast<const Element*>(params.weights[FACTOR]) + term * (ROW * COLUMN);
+        if (present) load_global(weight + row_of(q) * COLUMN + p, word);
         if constexpr (kSize == 2)
           store_u32x4(place(q, p), word);
+        else if constexpr (kUnit == 4 && !SUMS)
+          store_u32x4(place(q, p), {tf32_of(word[0]), tf32_of(word[1]), tf32_of(word[2]), tf32_of(word[3])});
         else if constexpr (kUnit == 4)
           UNROLL for (int i = 0; i < 2; ++i)  // every other one lies beside it
             store_f32x2(place(q, p + i), __uint_as_float(tf32_of(word[i])), __uint_as_float(tf32_of(word[2 + i])));
@@ -165,7 +175,7 @@ template <class Pass> struct TwoFactors {
       } else {
         u32 word[kTogether] = {};
         UNROLL for (int i = 0; i < kTogether; ++i)
-          if (present) word[i] = __float_as_uint(at(row_of(q), p + i));
+          if (present) word[i] = __float_as_uint(at(row_of(q), p + i, term));
         store_weight<FIRST, BYTES>(word, [&](int i) { return place(q, p + i); });
       }
     }
@@ -379,7 +389,7 @@ template <class Pass> struct TwoFactors {
   DEVICE void consume(float scale_a, float scale_b) const {
     const float unscale_a = 1 / scale_a, unscale_b = 1 / scale_b;
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
-    u32 held[HELD][kStepsB][4];
+    u32 held[HELD ? HELD : 1][kStepsB][4];
     if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
     load_weights(scale_a);
     fence_copy_engine();
@@ -387,7 +397,7 @@ template <class Pass> struct TwoFactors {
     if (Pass::MAPPED && threadIdx.x == 0) arrive(weights_there());
     if constexpr (kHoldsPieces)
       hold_pieces(held[0]);
-    else
+    else if constexpr (HELD > 0)
       UNROLL for (int s = 0; s < kStepsB; ++s)
         UNROLL for (int i = 0; i < 4; ++i) hold(held, s, i, first + lane.g + i % 2 * 8, scale_b);
     u32 position = kMixes ? 0 : group * kChunks;
@@ -404,17 +414,18 @@ template <class Pass> struct TwoFactors {
         }
         const u32 slot = position % SLOTS;
         ring.wait_until_full(position);
-        UNROLL for (int share = 0; share < kShare; ++share) {
-          Sums<CHUNK> t;
-          multiply_b(t, held, ring.at(slot) + (kMixes ? mixed(group, share) * kPitch : 0), part);
-          wait_for_products<0>();
-          t.arrived();
-          if (share == kShare - 1) ring.release(slot, lane.index);
-          if constexpr (kScalesB) scale_sums(t.high, unscale_b);
-          Left left;
-          pack(left, t.high);
-          multiply_a(y[share], left, chunk);
-        }
+        UNROLL for (int share = 0; share < kShare; ++share)
+          ROLL for (int term = 0; term < TERMS; ++term) {
+            Sums<CHUNK> t;
+            multiply_b(t, held, ring.at(slot) + (kMixes ? mixed(group, share) * kPitch : 0), part, term);
+            wait_for_products<0>();
+            t.arrived();
+            if (share == kShare - 1 && term == TERMS - 1) ring.release(slot, lane.index);
+            if constexpr (kScalesB) scale_sums(t.high, unscale_b);
+            Left left;
+            pack(left, t.high);
+            multiply_a(y[share], left, chunk, term);
+          }
       }
       wait_for_products<0>();
       if constexpr (!kMixes) position += (Pass::GROUPS - 1) * kChunks;
@@ -435,7 +446,7 @@ template <class Pass> struct TwoFactors {
   static DEVICE int mixed(int group, int share) { return min(group * kShare + share, Q - 1); }
 
   // Of rows of whole 64 bytes a lane asks for 16, and gets, of what its quad has, every fourth word.
-  static constexpr bool kHoldsPieces = Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
+  static constexpr bool kHoldsPieces = HELD > 0 && Pass::FACTOR_B >= 0 && PIECES == 1 && P1 * kSize % 64 == 0;
   DEVICE void ask_for_pieces(u32 (&held)[kStepsB][4], int q) const {
     const Element* factor = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + q * P1 + lane.t * (16 / kSize);
     UNROLL for (int half = 0; half < 2; ++half)
@@ -459,7 +470,7 @@ template <class Pass> struct TwoFactors {
     held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
   }
   // The word of operand B in register i of step s
-  DEVICE void hold(u32 (&held)[HELD][kStepsB][4], int s, int i, int q, float scale) const {
+  DEVICE void hold(u32 (&held)[HELD ? HELD : 1][kStepsB][4], int s, int i, int q, float scale) const {
     const int p = s * kStep + i / 2 * (kStep / 2) + lane.t * (4 / kUnit);
     const auto at = [&](int p) { return q < Q1 && p < P1 ? scale * Pass::weight_b(params, q, p) : 0.f; };
     if constexpr (kUnit == 4) {
@@ -474,18 +485,20 @@ template <class Pass> struct TwoFactors {
     }
   }
 
-  DEVICE void multiply_b(Sums<CHUNK>& t, const u32 (&held)[HELD][kStepsB][4], u32 state, int part) const {
+  using Held = u32[HELD ? HELD : 1][kStepsB][4];
+  DEVICE void multiply_b(Sums<CHUNK>& t, const Held& held, u32 state, int part, int term = 0) const {
     multiply_pieces<PIECES, kStepsB>(t, false, [&](float(&sums)[CHUNK / 2], int s, int i, int j, bool add) {
       const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
       if (i < HELD)
         Wgmma<Part, CHUNK>::multiply(sums, held[i < HELD ? i : 0][s], x, add);
       else
         Wgmma<Part, CHUNK>::multiply(
-            sums, operand(b + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+            sums, operand(b + term * kTermB + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
     });
   }
-  DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk) const {
-    multiply_pieces<PIECES, kStepsA>(y, chunk > 0, [&](float(&sums)[kN / 2], int s, int i, int j, bool add) {
+  DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk, int term = 0) const {
+    const u32 a = this->a + term * kTermA;
+    multiply_pieces<PIECES, kStepsA>(y, chunk > 0 || term > 0, [&](float(&sums)[kN / 2], int s, int i, int j, bool add) {
       const int k = chunk * kStepsA + s;
       Wgmma<Part, kN>::multiply(sums, left[i][s], operand(a + j * kBytesA) + (k / 4 * kSlabA >> 4) + k % 4 * 2, add);
     });

@@ -6,7 +6,8 @@
 // by warpgroups, each with units of its own (unit_products.cuh). The block's units go through a ring of slots, which another
 // warpgroup fills, several units ahead, so that memory never waits for products.
 //
-// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM, TERMS (of a sum, the pass's first term, and how many it takes: it adds
+//       to the dX of those before, which come to the slots as well); SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
 //       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
 //       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
 //       BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a sample; dX may
@@ -25,8 +26,9 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
   using Products::P0, Products::P1, Products::Q0, Products::Q1, Products::kSlab, Products::kConsumers;
   using Products::params, Products::lane, Products::warpgroup, Products::first, Products::d_t;
   static constexpr int SLOTS = Pass::SLOTS, AHEAD = Pass::AHEAD, GROUPS = Pass::GROUPS;
-  static constexpr int kSlot = 2 * kSlab, kBarrierBytes = 1024, kThreads = kConsumers + 128;
-  static constexpr int kWeights = Q0 * P0 + Q1 * P1, kSums = kWeights + (Pass::BIAS ? Q0 * Q1 : 0);
+  static constexpr bool kAdds = Pass::TERM > 0;
+  static constexpr int kSlot = (2 + kAdds) * kSlab, kBarrierBytes = 1024, kThreads = kConsumers + 128;
+  static constexpr int TERMS = Pass::TERMS, kWeights = PlacesOfSums<Pass>::kAll, kSums = kWeights + (Pass::BIAS ? Q0 * Q1 : 0);
   static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(AHEAD < SLOTS && Pass::COPY_REGISTERS + GROUPS * Pass::REGISTERS <= kAllRegisters<GROUPS + 1>);
 
@@ -35,7 +37,7 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
 
   DEVICE Pair16Backward(const Params& given)
       : Products(given, shared_address(shared_memory) + kBarrierBytes),
-        ring{Products::a + (2 + GROUPS) * kSlab, shared_address(shared_memory)},
+        ring{Products::a + (2 * TERMS + GROUPS) * kSlab, shared_address(shared_memory)},
         units(u32((given.batch * Pass::UNITS_PER_SAMPLE + gridDim.x - 1 - blockIdx.x) / gridDim.x)) {}
 
   DEVICE i64 unit(u32 position) const { return blockIdx.x + i64(position) * gridDim.x; }
@@ -63,6 +65,9 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
         ring.wait_until_empty(position);
         Products::template copy<Q0, Q1, 128>(g + unit(position) * (Q0 * Q1), to + kSlab);
         Products::template copy<P0, P1, 128>(x + unit(position) * (P0 * P1), to);
+        if constexpr (kAdds)
+          Products::template copy<P0, P1, 128>(
+              sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1), to + 2 * kSlab);
       }
       commit_copies();
       if (position >= AHEAD) {
@@ -79,8 +84,8 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
     const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
     Products::load_weights(normal_a, normal_b);
     const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
-    typename Products::SumsA d_a = {};
-    typename Products::SumsB d_b = {};
+    typename Products::SumsA d_a[TERMS] = {};
+    typename Products::SumsB d_b[TERMS] = {};
     u32 position = warpgroup;
     ROLL for (; position < units; position += GROUPS) {
       stay_here(lane.index, first), stay_here(d_t, first);  // or all places are kept from unit to unit, and spilled
@@ -89,15 +94,18 @@ template <class Pass> struct Pair16Backward : UnitProducts<Pass> {
       ring.wait_until_full(position);
       typename Products::SumsB d_x;
       Products::visit(x, x + kSlab, scale_a, scale_b, d_a, d_b, d_x);
-      ring.release(slot, lane.index);
+      if constexpr (!kAdds) ring.release(slot, lane.index);
       sync_warpgroup(warpgroup);  // dT has been read
       if (!Pass::BIAS || params.y)
-        Products::template store<P0, P1>(
-            d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1));
+        Products::template store<P0, P1, kAdds ? AddsTo::SLABS : AddsTo::NOTHING>(
+            d_x, d_t, first, lane, 1.f, sink_of<typename Pass::Sink, Element>(params) + unit(position) * (P0 * P1),
+            x + 2 * kSlab);
+      if constexpr (kAdds) ring.release(slot, lane.index);
     }
-    meet_as_others<GROUPS>(position - warpgroup, units, 2, [&] { sync_warpgroup(warpgroup); });
+    meet_as_others<GROUPS>(position - warpgroup, units, 2 * TERMS, [&] { sync_warpgroup(warpgroup); });
     if (Pass::BIAS && units > 0) ring.wait_until_full(units - 1);  // who copies has read there, and sums go there next
-    store_sums<P0, P1, Q0, Q1, kConsumers, SLOTS * kSlot>(
-        ring.slots, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
+    float* to = static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums;
+    UNROLL for (int term = 0; term < TERMS; ++term)
+      store_sums<Pass, kConsumers, SLOTS * kSlot>(ring.slots, {to, term}, d_a[term], d_b[term]);
   }
 };

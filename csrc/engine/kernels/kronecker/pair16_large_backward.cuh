@@ -6,7 +6,7 @@
 // by two warpgroups, each with 64 rows of p0, or of q1 for dB. All lies in shared memory once, in slabs of 64 columns, which the
 // matrix unit reads with k or with m and n contiguous; T alone is an operand in registers. A third warpgroup copies.
 //
-// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM (of a sum, whose term it is: it adds to the dX of those before); SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
 //       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is); Source and Sink: void, or
 //       Several, the tensors that X and dX are
 #pragma once
@@ -22,7 +22,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1, SLOTS = Pass::SLOTS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kState = 2 * kSlab;  // of every matrix
-  static constexpr int kBarrierBytes = 1024, kThreads = 384, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kBarrierBytes = 1024, kThreads = 384;
   static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static_assert(P0 <= 128 && P1 <= 128 && Q0 <= 128 && Q1 <= 128 && P1 % 8 == 0 && Q1 % 8 == 0);
 
@@ -57,6 +57,7 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       Base::template copy<P0, P1, 128>(source_of<typename Pass::Source, Element>(params) + unit * (P0 * P1), to);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
+      if constexpr (Pass::TERM > 0) prefetch_state<P0 * P1, 128>(sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1));
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();
@@ -67,9 +68,9 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
   DEVICE void consume() const {
     const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params);
     Base::template load_weight<Pass::FACTOR_A, Q0, P0, 256>(
-        params, a, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
+        params, a, Pass::TERM, [&](int q, int p) { return normal_a * Pass::weight_a(params, q, p); });
     Base::template load_weight<Pass::FACTOR_B, Q1, P1, 256>(
-        params, b, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
+        params, b, Pass::TERM, [&](int q, int p) { return normal_b * Pass::weight_b(params, q, p); });
     wait_for_copies<0>();
     fence_copy_engine();
     sync_consumers<256>();
@@ -109,9 +110,10 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       touch(d_b);
       ring.release(slot, lane.index);
       sync_consumers<256>();  // dT has been read
-      Base::template store<P0, P1>(
+      Base::template store<P0, P1, Pass::TERM ? AddsTo::MEMORY : AddsTo::NOTHING>(
           sums, d_t, first, lane, scale_b, sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1));
     }
-    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
+    using Places = PlacesOfSums<Pass>;
+    store_rows<Pass>({static_cast<float*>(params.sums) + i64(blockIdx.x) * Places::kAll, 0}, first, lane, d_a, d_b);
   }
 };

@@ -96,8 +96,8 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
     const float normal_a = Pass::normal_a(params), normal_b = Pass::normal_b(params), normal_m = Pass::normal_m(params);
     Products::load_weights(normal_a, normal_b);
     const float scale_a = 1 / normal_a, scale_b = 1 / normal_b;
-    typename Products::SumsA d_a = {};
-    typename Products::SumsB d_b = {};
+    typename Products::SumsA d_a[1] = {};
+    typename Products::SumsB d_b[1] = {};
     float d_m[1][4] = {};
     ROLL for (u32 position = 0; position < units; ++position) {
       settle_places();
@@ -134,7 +134,7 @@ template <class Pass> struct PairMixedBackward : UnitProducts<Pass> {
             if (at.g < Q && at.t * 2 + i < P) store_global(sums + at.g * P + at.t * 2 + i, sum[i]);
         },
         [] { sync_consumers<kConsumers>(); });
-    store_sums<P0, P1, Q0, Q1, kConsumers, kMixed>(mixed, sums + Q * P, d_a, d_b);
+    store_sums<Pass, kConsumers, kMixed>(mixed, {sums + Q * P, 0}, d_a[0], d_b[0]);
   }
 
   // Or all places are kept from unit to unit, and spilled.

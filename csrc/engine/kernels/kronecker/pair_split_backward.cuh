@@ -8,7 +8,7 @@
 // a block each; T alone is an operand in registers. Another warpgroup loads units and splits them; it refills G's
 // place while X is still read, and X's while dX is made.
 //
-// Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
+// Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM (of a sum, whose term it is: it adds to the dX of those before); PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
 //       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a
 //       pass before has made, and with them G, which lies where dX belongs; or 0; Source and Sink: void, or Several, the tensors
 //       that X and dX are
@@ -24,7 +24,7 @@ template <class Pass> struct PairSplitBackward {
   static constexpr int PIECES = Pass::PIECES, GROUPS = Pass::GROUPS;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kState = PIECES * kPieceBytes, kGroup = 3 * kState, kBarrierBytes = 1024;
-  static constexpr int kConsumers = GROUPS * 128, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kConsumers = GROUPS * 128, kSums = PlacesOfSums<Pass>::kAll;
   static constexpr bool kPads = P0 < 64 || P1 < 64 || Q0 < 64 || Q1 < 64;
   static_assert(Pass::SINGLES == 0 || P0 * P1 == Q0 * Q1);  // of the same places, which are read first
   static_assert(P0 <= 64 && P1 <= 64 && Q0 <= 64 && Q1 <= 64 && P1 % 4 == 0 && Q1 % 4 == 0);
@@ -100,6 +100,8 @@ template <class Pass> struct PairSplitBackward {
       put<P0, P1>(x_of(group), x);
       states.hand_over(x_state(group));
       load<P0, P1>(of_x, unit, x);
+      if (Pass::TERM > 0 && unit < units)
+        prefetch_state<P0 * P1, 128>(sink_of<typename Pass::Sink, float>(params) + unit * (P0 * P1));
       if (++group == GROUPS) group = 0, phase ^= 1;
     }
   }
@@ -185,8 +187,8 @@ template <class Pass> struct PairSplitBackward {
       if (other < warpgroup && unit >= units && of_first + i64(other) * gridDim.x < units)
         states.wait_until_full({g_state(other), phase}), states.wait_until_full({x_state(other), phase});
     meet_as_others<GROUPS>(of_first, units, 2, [&] { sync_warpgroup(warpgroup); });
-    store_sums<P0, P1, Q0, Q1, kConsumers, GROUPS * kGroup>(
-        groups, static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums, d_a, d_b);
+    float* to = static_cast<float*>(params.sums) + i64(gridDim.x) * Pass::SINGLES + i64(blockIdx.x) * kSums;
+    store_sums<Pass, kConsumers, GROUPS * kGroup>(groups, {to, 0}, d_a, d_b);
   }
   // Two sums of neighbouring columns of T or dT; zeros for padding, which infinities would make NaN.
   DEVICE void split_pair(const float (&sums)[kQ1 / 2], int j, bool present, u32 (&word)[PIECES]) const {
@@ -194,10 +196,20 @@ template <class Pass> struct PairSplitBackward {
     split<bf16>(there ? sums[j] : 0.f, there ? sums[j + 1] : 0.f, word);
   }
 
-  template <class To> DEVICE void store(const float (&d_x)[kP1 / 2], const To& to) const {
-    UNROLL for (int j = 0; j < kP1 / 2; j += 2) {
-      const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
-      if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) store_two<true>(to + (row * P1 + column), d_x[j], d_x[j + 1], true);
+  template <class To> DEVICE void store(float (&d_x)[kP1 / 2], const To& to) const {
+    const auto each_pair = [&](const auto& act) {
+      UNROLL for (int j = 0; j < kP1 / 2; j += 2) {
+        const int row = first + lane.g + j / 2 % 2 * 8, column = j / 4 * 8 + lane.t * 2;
+        if ((P0 == 64 || row < P0) && (kP1 == P1 || column < P1)) act(j, to + (row * P1 + column));
+      }
+    };
+    if constexpr (Pass::TERM > 0) {
+      u32 made[kP1 / 4][2];
+      each_pair([&](int j, const float* at) { load_made<8>(at, made[j / 2], true); });
+      each_pair([&](int j, const float*) {
+        UNROLL for (int i = 0; i < 2; ++i) d_x[j + i] += __uint_as_float(made[j / 2][i]);
+      });
     }
+    each_pair([&](int j, float* at) { store_two<true>(at, d_x[j], d_x[j + 1], true); });
   }
 };

@@ -24,7 +24,7 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
   static constexpr int P0 = Pass::P0, P1 = Pass::P1, Q0 = Pass::Q0, Q1 = Pass::Q1;
   static constexpr int kP0 = round_up(P0, 16), kP1 = round_up(P1, 16), kQ0 = round_up(Q0, 16), kQ1 = round_up(Q1, 16);
   static constexpr int kState = 2 * kSlab, kLanding = 16 << 10;  // of every matrix; of a warp's rows on their way
-  static constexpr int kBarrierBytes = 1024, kThreads = 384, kConsumers = 256, kSums = Q0 * P0 + Q1 * P1;
+  static constexpr int kBarrierBytes = 1024, kThreads = 384, kConsumers = 256;
   static constexpr int kCopyRegisters = 40, kRegisters = 232;
   static constexpr int kParts = ceil_div(kQ0, 64);  // of dA, each summed by itself
   static constexpr int kLoaders = 4, kTogether = 8, kTimes = 4;  // warps, rows that come together, times for a state
@@ -226,7 +226,8 @@ template <class Pass> struct PairTf32Backward : Slabs<f16, 128> {
       touch(sums);
       store(sums, back, static_cast<float*>(params.y) + unit * (P0 * P1));
     }
-    store_rows<P0, P1, Q0, Q1>(static_cast<float*>(params.sums) + i64(blockIdx.x) * kSums, first, lane, d_a, d_b);
+    using Places = PlacesOfSums<Pass>;
+    store_rows<Pass>({static_cast<float*>(params.sums) + i64(blockIdx.x) * Places::kAll, 0}, first, lane, d_a, d_b);
   }
   // This warpgroup's rows of dT to shared memory
   DEVICE void put_back_state(u32 g, float back, u32 phase) const {

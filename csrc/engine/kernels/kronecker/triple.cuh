@@ -88,14 +88,14 @@ template <class Pass> struct Triple {
     } else {
       take_registers<Pass::REGISTERS>();
       two.template load_weight<0, Pass::FACTOR_A, kN, Two::kBytesA, Two::kSlabA, Q0, Pass::P0>(
-          two.a, [&](int q, int p) { return Pass::weight_a(params, q, p); },
+          two.a, [&](int q, int p, int) { return Pass::weight_a(params, q, p); },
           [](int row) { return in_order(row); });
       if constexpr (kTurned)
         two.template load_weight<0, -1, PO, kBytesO, kSlabO, PO, QO>(
-            o, [&](int p, int q) { return Pass::weight_o(params, q, p); });
+            o, [&](int p, int q, int) { return Pass::weight_o(params, q, p); });
       else
         two.template load_weight<0, Pass::FACTOR_O, kNO, kBytesO, kSlabO, QO, PO>(
-            o, [&](int q, int p) { return Pass::weight_o(params, q, p); });
+            o, [&](int q, int p, int) { return Pass::weight_o(params, q, p); });
       fence_copy_engine();
       sync_consumers<kMakers>();
       make_middles();

@@ -122,7 +122,7 @@ template <class Pass> struct TripleBackward : Triple<Pass> {
     touch(d_t), touch(d_o);
     release_if_read(buffer, tile);
     sync_warpgroup(warpgroup);  // nobody reads G any more
-    Slabs<Element, 64>::template store<PO, 64, Q0 * Q1>(d_t, g, thread / 32 * 16, lane, 1.f, to);
+    Slabs<Element, 64>::template store<PO, 64, AddsTo::NOTHING, Q0 * Q1>(d_t, g, thread / 32 * 16, lane, 1.f, to);
   }
 
   // Of 32 bits, four steps of k at once. What a tile adds is summed apart, as the matrix unit truncates what it adds to.
