@@ -19,11 +19,17 @@ from factorlayer.stacks.guard import is_equal
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
 from factorlayer.stacks.stand_in import stand_in, why_none
 
-METHODS = ("_ff_block", "feed_forward_chunk")  # by which others call the two layers of a transformer's block
+METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")  # by which others call a block's two layers
 
 
-def piece_of(module: nn.Module, path: str, known: Reasons, implementation: Implementation) -> Whole | InParts:
+def piece_of(
+    module: nn.Module, path: str, known: Reasons, implementation: Implementation, is_part: bool = False
+) -> Whole | InParts:
     """The piece of a module, by its path, which ends in a dot or is nothing."""
+    if is_part and _may_leave_out(module):  # it is called with what its graph leaves out, most often
+        in_parts = InParts(module, path, known, implementation, "it has arguments that may be left out")
+        if in_parts.stacks:
+            return in_parts
     if is_leaf(module):
         return InParts(module, path, known, implementation, "")
     try:
@@ -38,11 +44,7 @@ def _part_of(module: nn.Module, path: str, known: Reasons, implementation: Imple
         return None
     if is_hooked(module) or known.get(module) == "" or why_none(module) is not None:
         return None
-    if _may_leave_out(module):  # it is called with what its graph leaves out, most often
-        in_parts = InParts(module, path, known, implementation, "it has arguments that may be left out")
-        if in_parts.stacks:
-            return in_parts
-    found = piece_of(module, path, known, implementation)
+    found = piece_of(module, path, known, implementation, is_part=True)
     return found if found.stacks else None
 
 
