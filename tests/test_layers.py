@@ -310,6 +310,11 @@ def test_weight_is_an_outline_of_the_matrix(name: str) -> None:
         lambda weight: torch.nn.functional.linear(torch.randn(2, 12), weight),
         lambda weight: nn.init.normal_(weight),
         lambda weight: torch.linalg.norm(weight),
+        lambda weight: weight @ torch.randn(12, 2),  # as Mamba of transformers does
+        lambda weight: torch.randn(2, 20) @ weight,
+        lambda weight: 2 * weight,
+        lambda weight: torch.ones(20, 12) - weight,
+        lambda weight: weight[:4],
     ],
 )
 def test_an_outline_is_not_computed_with(use: Callable[[Any], object]) -> None:
