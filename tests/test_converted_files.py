@@ -84,6 +84,20 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
 
 
+def test_a_model_that_a_file_does_not_fit_stays_dense(tmp_path: Path) -> None:
+    first = model()
+    convert(first, MAPPING)
+    save_converted(first, tmp_path / "y.safetensors")
+    second = model(seed=1)
+    second.more = nn.Linear(4, 4)
+    parts, weights = list(second.modules()), [part.weight.clone() for part in second.h[0].mlp.values()]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "more\.weight"'):
+        load_converted(second, tmp_path / "y.safetensors")
+    assert all(a is b for a, b in zip(second.modules(), parts, strict=True))
+    assert all(torch.equal(part.weight, right) for part, right in zip(second.h[0].mlp.values(), weights, strict=True))
+    assert not second._load_state_dict_pre_hooks
+
+
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000], ids=["no JSON", "a list", "deep"])
 def test_files_that_say_nothing(text: str, tmp_path: Path) -> None:
     save_file({"0.weight": torch.zeros(2, 2)}, tmp_path / "y.safetensors", metadata={"factorlayer.convert": text})

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.models.conversion import Conversion
-from factorlayer.models.convert import convert
-from factorlayer.models.dense import converted, load_whole, memory_of
+from factorlayer.models.convert import convert, swap, unguard
+from factorlayer.models.dense import converted, load_whole, memory_of, places
 from factorlayer.models.selection import check_model, settings_of
 
 KEY = "factorlayer.convert"  # of the file's metadata: the mapping, as JSON
@@ -54,13 +54,21 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
 def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
     """Converts a model as a file of save_converted says, and loads it. None says that there was nothing to convert, as
     with a file of the dense model, or where the model has been converted so already: one whose parameters are DTensors
-    has to be, and each process takes its own part from the file."""
+    has to be, and each process takes its own part from the file. Where the file does not fit, the layers are the dense
+    ones again; what else fits has been loaded then, as by load_state_dict."""
     check_model(model, "load_converted")
     state, mapping = read(path)
     present = mapping_of(model)
     missing = {name: settings for name, settings in mapping.items() if name not in present}
+    before = [(place, place.module) for place in places(model)]
     done = convert(model, missing, initialize="fresh") if missing else None
-    load_whole(model, completed(model, state))
+    try:
+        load_whole(model, completed(model, state))
+    except Exception:
+        swap(before)
+        if not present:
+            unguard(model)
+        raise
     return done
 
 
