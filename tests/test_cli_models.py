@@ -324,6 +324,7 @@ def test_report_predicts_measures_and_draws(nets: Path) -> None:
         ),
         ("convert --model nets.py:make_model --checkpoint no.safetensors --map *=monarch", "cannot be read"),
         ("convert --model nets.py:make_model --checkpoint 3.safetensors --map *=monarch", "does not fit the model"),
+        ("report --model nets.py:make_model --arch 12", "'--arch': report: arch should be one of 80, 86"),
         (
             "convert --model nets.py:make_model --map *=monarch --device tpu",
             "'--device': the model cannot be moved to tpu",
