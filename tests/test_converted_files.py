@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformer import Conv1D, Transformer, tokens, turned
 
 from factorlayer import FactorLinear, convert, load_converted, restore, save_converted
@@ -56,6 +56,31 @@ def test_weights_in_the_same_memory_are_written_once(tmp_path: Path) -> None:
     save_converted(first, tmp_path / "y.safetensors")
     load_converted(second, tmp_path / "y.safetensors")
     assert torch.equal(second(tokens()), first(tokens()))
+
+
+class Overlapping(nn.Module):
+    """Tensors in the memory of others: a square weight and its transpose, a buffer and parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.there, self.back = nn.Linear(8, 8), nn.Linear(8, 8, False), nn.Linear(8, 8, False)
+        self.back.weight = nn.Parameter(self.there.weight.detach().T)
+        whole = torch.randn(12)
+        for name, part in (("whole", whole), ("start", whole[:5]), ("table", whole.view(3, 4)), ("one", whole[3:4])):
+            self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.there(self.first(x)).relu())
+
+
+def test_tensors_in_the_memory_of_others_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second, x = Overlapping(), Overlapping(), torch.randn(3, 8)
+    convert(first, {"first": dict(structure="monarch", blocks=2)})
+    save_converted(first, tmp_path / "y.safetensors")
+    load_converted(second, tmp_path / "y.safetensors")
+    assert torch.equal(second(x), first(x)) and second.back.weight.data_ptr() == second.there.weight.data_ptr()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 def test_a_file_of_the_dense_model_is_loaded_as_it_is(tmp_path: Path) -> None:

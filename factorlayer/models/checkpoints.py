@@ -43,12 +43,25 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
     whole = {name: (value.full_tensor() if is_sharded(value) else value).contiguous() for name, value in state.items()}
     try:
         if mesh is None or not any(mesh.get_coordinate() or ()):
-            save_file(whole, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+            save_file(_apart(whole), path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
     except SafetensorError as error:
         raise OSError(f"save_converted: {path} cannot be written: {error}") from error
     finally:
         for group in [] if mesh is None else mesh.get_all_groups():
             torch.distributed.barrier(group)  # the file is there when any process goes on
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In memory that no two share, as safetensors demands: what overlaps another tensor, as a part of it, is copied."""
+    found: dict[str, Tensor] = {}
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for name, value in state.items():
+        begin, end = value.data_ptr(), value.data_ptr() + value.nbytes
+        runs = taken.setdefault(value.untyped_storage().data_ptr(), [])
+        overlaps = any(begin < other_end and other < end for other, other_end in runs)
+        runs.append((begin, end))
+        found[name] = value.clone() if overlaps else value
+    return found
 
 
 def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
@@ -100,9 +113,11 @@ def completed(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _names(model: nn.Module) -> list[list[str]]:
-    """The names of a state_dict, those of one tensor together."""
+    """The names of a state_dict, those of one tensor together. A tensor and its transpose are two."""
     groups: dict[object, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = (memory_of(value), value.shape) if isinstance(value, Tensor) and value.numel() else name
+        key: object = name
+        if isinstance(value, Tensor) and value.numel():
+            key = memory_of(value), value.shape, value.stride() if value.layout == torch.strided else None
         groups.setdefault(key, []).append(name)
     return list(groups.values())
