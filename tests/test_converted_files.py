@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,23 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="load_dense"):
         load_converted(other, tmp_path / "dense.safetensors")
     assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
+
+
+def test_a_layer_that_is_structured_otherwise_is_refused(tmp_path: Path) -> None:
+    """Whose weights have the same shapes."""
+    plain = nn.Sequential(nn.Linear(8, 8))
+    first, second = copy.deepcopy(plain), copy.deepcopy(plain)
+    convert(first, {"0": dict(structure="monarch", blocks=2, implementation="naive")})
+    convert(second, {"0": dict(factors=((2, 4), (4, 2)), rank=2)})
+    assert [weight.shape for weight in first[0].weights] == [weight.shape for weight in second[0].weights]
+    save_converted(first, tmp_path / "y.safetensors")
+    weights = [weight.clone() for weight in second[0].weights]
+    with pytest.raises(ValueError, match=r"load_converted: 0 is structured otherwise in .*y\.safetensors than in the"):
+        load_converted(second, tmp_path / "y.safetensors")
+    assert all(map(torch.equal, second[0].weights, weights))
+    convert(plain, {"0": dict(structure="monarch", blocks=2)})  # run by another implementation
+    assert load_converted(plain, tmp_path / "y.safetensors") is None
+    assert torch.equal(plain[0].to_dense(), first[0].to_dense())
 
 
 def test_a_model_that_a_file_does_not_fit_stays_dense(tmp_path: Path) -> None:

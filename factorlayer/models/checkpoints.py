@@ -72,6 +72,12 @@ def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
     check_model(model, "load_converted")
     state, mapping = read(path)
     present = mapping_of(model)
+    for name, settings in mapping.items():
+        if name in present and (there := _structure(present[name])) != _structure(settings):
+            raise ValueError(
+                f"load_converted: {name} is structured otherwise in {path} than in the model, in which it is {there}; "
+                f"the file has {settings}: load it into the model as it was before convert, or restore(model) first"
+            )
     missing = {name: settings for name, settings in mapping.items() if name not in present}
     before = [(place, place.module) for place in places(model)]
     done = convert(model, missing, initialize="fresh") if missing else None
@@ -83,6 +89,12 @@ def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
             unguard(model)
         raise
     return done
+
+
+def _structure(settings: Any) -> Any:
+    """As JSON has it, and without what runs the layer."""
+    found = json.loads(json.dumps(settings))
+    return {key: value for key, value in found.items() if key != "implementation"} if isinstance(found, dict) else found
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
