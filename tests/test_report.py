@@ -83,6 +83,14 @@ def test_an_example_says_how_many_samples_layers_get() -> None:
     assert found.lines[1].after.predicted_us == found.lines[1].after.measured_us == 0 < found.after.measured_us
 
 
+def test_an_example_goes_through_the_layers_of_nn_transformer_encoder() -> None:
+    """In eval mode it reads their weights and does not call them, unless PyTorch is told not to."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    found = report(encoder, torch.randn(5, 6, 16))
+    assert [line.samples for line in found.lines] == [30] * 4
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_errors_are_of_the_weights_as_they_are_where_the_first_were_kept() -> None:
     plain = model()
     convert(plain, {"*.mlp.*": MONARCH}, keep=True)

@@ -7,16 +7,14 @@ are those that the layer gets behind the layers that were fitted before it, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from factorlayer.layers import FactorLinear
 from factorlayer.models.dense import Place, Sharing, bias_of, matrix_of
 from factorlayer.models.fit import SWEEPS, Fit, fit_pairs
-from factorlayer.models.rows import Example, call, evaluated
+from factorlayer.models.rows import Example, call, evaluated, without_shortcuts
 
 Made = Sequence[tuple[Place, FactorLinear]]
 Record = tuple[Tensor, Tensor]  # what a layer was called with, and returned
@@ -43,7 +41,7 @@ def distil(
     fits: dict[int, Fit] = {}
     sharing = Sharing(model)
     ready: list[tuple[Place, nn.Module]] = []
-    with evaluated(model), _called():
+    with evaluated(model), without_shortcuts():
         for place, layer in _in_order(model, made, batches):
             bias = bias_of(place.module)
             held = bias is not None and bool(sharing.others(place.module, bias))
@@ -78,19 +76,6 @@ def _pairs(
             )
         for (x, _), (_, target) in zip(given, wanted, strict=True):
             yield x, target
-
-
-@contextmanager
-def _called() -> Iterator[None]:
-    """Layers are called as modules: by nn.TransformerEncoder, which would read their weights, and where the model is
-    compiled, too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _in_order(model: nn.Module, made: Made, batches: Iterable[Example]) -> Made:

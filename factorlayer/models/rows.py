@@ -34,7 +34,7 @@ def rows_of(model: nn.Module, layers: Iterable[nn.Module], batch: int | Example,
 
     hook = register_module_forward_pre_hook(record)
     try:
-        with evaluated(model):
+        with evaluated(model), without_shortcuts():
             call(model, batch)
     finally:
         hook.remove()
@@ -52,6 +52,19 @@ def evaluated(model: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+@contextmanager
+def without_shortcuts() -> Iterator[None]:
+    """Every layer is called as a module, so that hooks see it: by nn.TransformerEncoder, which in eval mode would read
+    its layers' weights instead, and by models that are compiled."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def call(model: nn.Module, example: Example) -> Any:
