@@ -97,11 +97,12 @@ class FactorMLP(Recorded, RunsAsStacks):
 
     @property
     def stacks(self) -> list[LayerStack]:
-        """What its layers run as."""
+        """The stacks that its layers run as."""
         return [stack for both in self._stacks for stack in both if stack is not None]
 
     def forward(self, x: Input) -> Tensor:
-        """Of x [..., in], or of a list of tensors as if it were concatenated along the features."""
+        """Returns y [..., out] of x [..., in], or of a list of tensors as if it were concatenated along the
+        features."""
         (stack, gate), *others = self._stacks
         y: Tensor = stack(x) if gate is None else gate(x) * stack(x)
         for stack, gate in others:
@@ -116,7 +117,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         return [layer for layer in (*self.layers, *(self.gates or ())) if isinstance(layer, FactorLinear)]
 
     def understood(self) -> list[str]:
-        """Its layers, one line each."""
+        """The lines of explain(): one for each layer."""
         lines = ["FactorMLP, frozen:" if self.is_frozen else "FactorMLP:"]
         for stack, gate in self._stacks:
             lines += [f"  {line}" for line in stack.explain()]
@@ -130,7 +131,8 @@ class FactorMLP(Recorded, RunsAsStacks):
 
 
 def _kept(activation: UserActivation) -> Activation:
-    """What a function computes, not the function: that can be pickled."""
+    """What the block keeps of an activation: of a function its expression, which can be pickled, and not the
+    function."""
     stage, _ = activation_of(activation)
     if isinstance(activation, nn.Module):
         return activation
