@@ -22,7 +22,7 @@ LEADING = 4  # bits of a number of steps, or of packed rows, that a choice depen
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of both ways, of whole calls or of their steps alone."""
+    """The microseconds that both ways are predicted to take, for whole calls or for their steps alone."""
 
     fused_us: float
     op_us: float
@@ -55,7 +55,8 @@ def why_slower(recurrence: Recurrence, unit: Unit, given: Sequences, training: b
 
 
 def _alike(n: int) -> int:
-    """By its leading bits: lengths differ from call to call."""
+    """A number with all but its leading bits cleared, so that lengths which differ little from call to call share a
+    prediction."""
     others = max(0, n.bit_length() - LEADING)
     return n >> others << others
 
