@@ -404,7 +404,7 @@ def cache(
 
 
 def set_cache_limit(size: str) -> None:
-    """From what a user writes: 500M are 500 times 1024²."""
+    """Sets the cache's limit to a size as a user writes it: 500M are 500 times 1024² bytes."""
     from factorlayer.autograd import runtime
 
     number, unit = (size[:-1], size[-1].upper()) if size[-1:].upper() in ("K", "M", "G", "T") else (size, "")

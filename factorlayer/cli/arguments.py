@@ -217,7 +217,7 @@ def takes_a_case(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def may_take_a_case(command: Callable[..., None]) -> Callable[..., None]:
-    """The same, with None for a case where no BATCH is given."""
+    """Gives a command what takes_a_case gives it, but `case` is None where no BATCH was given."""
     shared = dict(inspect.signature(case_of).parameters)
     return _with_a_case(command, shared | {"batch": shared["batch"].replace(default=None)})
 

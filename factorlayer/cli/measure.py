@@ -40,7 +40,7 @@ def state_size(problem: Problem) -> int:
 
 
 def forward_multiply_adds(problem: Problem) -> int:
-    """Of the layers."""
+    """The multiply-adds of the layers that a forward pass calls."""
     return sum(call.layer.spec.multiply_adds(call.rows) for call in problem.calls)
 
 
@@ -84,7 +84,8 @@ def bench(problem: Problem, versions: Sequence[str], min_run_time: float) -> Ite
 
 
 def _multiply_adds(problem: Problem, direction: str) -> dict[str, int]:
-    """Of the layers, and of the dense ones in their place: those need as many for each of two gradients."""
+    """The multiply-adds of the layers (""), and of the dense ones beside them (DENSE), which need as many again for
+    each of two gradients."""
     forward, both = forward_multiply_adds(problem), direction != "forward"
     counted = {"": forward + (backward_multiply_adds(problem) if both else 0)}
     if DENSE in problem.modules:
