@@ -28,7 +28,7 @@ class NotForFastKronError(Exception):
 
 
 def fastkron(workload: Workload, x: Tensor, weights: list[Tensor]) -> Fast:
-    """Its function of x, its own leaf tensors, and "fallback" or nothing."""
+    """pyfastkron's function of x, its own leaf tensors, and "fallback" or nothing."""
     library = _library()
     if library is None:
         raise NotForFastKronError("pyfastkron cannot be imported; pip install pyfastkron")
@@ -59,6 +59,6 @@ def _library() -> Any:
 
 
 def _set_threads(package: Path, threads: int) -> None:
-    """Its wheel brings an OpenMP runtime of its own, which torch.set_num_threads does not reach."""
+    """Sets the threads of pyfastkron's own OpenMP runtime, which torch.set_num_threads does not reach."""
     for runtime in package.parent.glob("pyfastkron.libs/libgomp*"):
         ctypes.CDLL(str(runtime)).omp_set_num_threads(threads)

@@ -84,7 +84,7 @@ def main(
 
 
 def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order of UNITS, new rows in the place of those before."""
+    """All rows in the order of UNITS, where new rows take the place of those before."""
     by_name = {(row["name"], row["dtype"]): row for row in [*before, *new]}
     return [by_name[name, dtype] for name, *_ in UNITS for dtype in DTYPES if (name, dtype) in by_name]
 

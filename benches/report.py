@@ -73,7 +73,7 @@ def main(
 
 
 def section(path: Path, page: Path) -> list[str]:
-    """Of layers and of blocks: their means, the plot where there is a speed-up to draw, and the table."""
+    """The lines on layers and on blocks: their means, the plot where there is a speed-up to draw, and the table."""
     results = Results.load(path)
     lines = [in_words(results.machine) + "."]
     for rows in results.kinds:
@@ -170,12 +170,12 @@ def _figure(path: Path, rows: list[Row], page: Path) -> str:
 
 
 def _seen(plot: Path, page: Path) -> str:
-    """Where a plot lies, as seen from a page."""
+    """The path of a plot as seen from a page."""
     return Path(os.path.relpath(plot.resolve(), page.resolve().parent)).as_posix()
 
 
 def plot_path(path: Path, rows: list[Row]) -> Path:
-    """Beside the results file."""
+    """The path of a plot, beside the results file."""
     return path.with_name(f"{path.stem}{'-blocks' if rows[0].is_block else ''}.svg")
 
 

@@ -100,8 +100,8 @@ def build(name: str, workload: Workload, tensors: Tensors) -> Call:
 
 
 def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, float]:
-    """The largest relative differences from v2's: of y, with and without gradients wanted, and of the gradients that
-    the reference has."""
+    """The largest relative differences from v2: those of y, with and without gradients wanted, and those of the
+    gradients that the reference has."""
     y, *gradients = reference
     with_gradients, *found = call.run("forward_backward")
     of_y = max(_difference(a, y) for a in (*call.run("forward"), with_gradients))
@@ -109,14 +109,15 @@ def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, floa
 
 
 def tolerances(workload: Workload, dtype: str) -> tuple[float, float]:
-    """Of y and of gradients. Rounding moves about eps of what enters a relu across zero, where the derivative jumps,
-    and a share s of other values makes a difference of sqrt(s)."""
+    """The differences that are allowed of y and of gradients. Rounding moves about eps of what enters a relu across
+    zero, where the derivative jumps, and a share s of other values makes a difference of sqrt(s)."""
     rounded = TOLERANCES[dtype] * math.sqrt(workload.depth)
     return rounded, rounded + math.sqrt(workload.jumps * EPS[dtype])
 
 
 def wrong(call: Call, reference: tuple[Tensor, ...], allowed: tuple[float, float]) -> str | None:
-    """By how much it differs from v2, if by more than allowed of y or of the gradients."""
+    """A sentence on how much a subject differs from v2, if y or the gradients differ by more than is allowed; else
+    None."""
     of_y, of_gradients = disagreement(call, reference)
     if of_y <= allowed[0] and of_gradients <= allowed[1]:
         return None
@@ -130,7 +131,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _holding(module: nn.Module, weights: list[Tensor]) -> nn.Module:
-    """With parameters that all subjects share."""
+    """The module with parameters that all subjects share."""
     for name, weight in zip(_names(module), weights, strict=True):
         owner, _, own = name.rpartition(".")
         setattr(module.get_submodule(owner), own, weight)
