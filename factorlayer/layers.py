@@ -326,8 +326,8 @@ class FactorLinear(Recorded):
         chosen = choose(chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
         lines = [
             repr(self),
-            f"{self.parameter_count} parameters, {spec.parameter_count / (spec.in_features * spec.out_features):.2%} "
-            "of the dense weight's",
+            f"{self.parameter_count} parameters, those of the weights "
+            f"{spec.parameter_count / (spec.in_features * spec.out_features):.2%} of the dense weight's",
             f"{batch} samples: {spec.flops(batch):.3e} FLOPs, {2 * batch * spec.in_features * spec.out_features:.3e} "
             f"dense; {spec.elements_moved(batch) * weight.element_size():.3e} bytes moved at least",
         ]
