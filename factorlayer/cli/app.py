@@ -41,7 +41,7 @@ app = typer.Typer(
         f"Example: {EXAMPLE}\n\n"
         f"Example: {PROGRAM} --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         f"Example: {PROGRAM} 32 128 128 bench --plot out.png\n\n"
-        f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512=16*32 1024=32*32 12 check\n\n"
         f"Example: {PROGRAM} --rnn 16 1024 32 32 bench\n\n"
         f"Example: {PROGRAM} --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
         f"Example: {PROGRAM} convert --model nets.py:make_model --map '*.mlp.*=monarch,blocks=4' --output y.safetensors"
@@ -72,7 +72,7 @@ def group(
     block of such layers, and with --model a model of your own."""
 
 
-@app.command(cls=Command, epilog=f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512=16*32 1024=32*32 12 check")
 @takes_a_case
 def check(
     case: "Case",
