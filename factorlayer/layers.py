@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.activations.texts import UserActivation, activation_of, computed, scalars
 from factorlayer.autograd.input_ops import explain_inputs, of_inputs
 from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import explain_fused, explain_shards, is_sharded, text_for
@@ -103,11 +103,8 @@ class FactorLinear(Recorded):
         if isinstance(activation, nn.Module):
             kept = dtype is not None and dtype.is_complex  # its parameters stay real: they are p0 of p0 * x
             self.activation = activation.to(device=device, dtype=None if kept else dtype)
-        elif self.chain.activation == "identity":
-            self.activation = None
-        else:  # what a function computes, not the function: that can be pickled
-            program = "/" in self.chain.activation
-            self.activation = Expression.parse(self.chain.activation) if program else self.chain.activation
+        else:
+            self.activation = computed(self.chain.activation)
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:

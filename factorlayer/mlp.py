@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations.expression import Expression
-from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.activations.texts import UserActivation, activation_of, computed
 from factorlayer.autograd.inputs import Input, are_several, concatenated
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
@@ -131,12 +130,11 @@ class FactorMLP(Recorded, RunsAsStacks):
 
 
 def _kept(activation: UserActivation) -> Activation:
-    """What the block keeps of an activation: of a function its expression, which can be pickled, and not the
-    function."""
+    """What the block keeps of an activation: a module itself, and of a function what it computes."""
     stage, _ = activation_of(activation)
     if isinstance(activation, nn.Module):
         return activation
-    return Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+    return computed(stage)
 
 
 def _sizes(width: Width) -> tuple[int, ...]:
