@@ -137,7 +137,7 @@ struct Product {
 };
 
 // Derivatives times the gradient of the value, such that where a select passes nothing on there is nothing to multiply: no 0
-// times infinity, as in factorlayer/results.py. Selects of the value itself are factors like any other, which may be 0.
+// times infinity, as in activations/results.py. Selects of the value itself are factors like any other, which may be 0.
 class Through {
   Parser& parsed_;
   std::vector<bool> flat_;       // of each node, whether it is 0 or a select that passes nothing on somewhere

@@ -1,6 +1,6 @@
 """A case of the command line and its tensors: a layer, block or model with x and grad_y, run by each implementation.
 
-cli.py builds a Case from what the user typed; compare.py and measure.py make the tensors of it and run them.
+app.py builds a Case from what the user typed; compare.py and measure.py make the tensors of it and run them.
 """
 
 from __future__ import annotations

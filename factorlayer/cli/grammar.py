@@ -1,7 +1,7 @@
 """The order of words on the command line: BATCH FACTOR... and then the command, or the other way around, and options
 anywhere. And what depends on it: which word was meant by one that is none, what a shell completes, the program's name.
 
-cli.py declares its commands of these classes.
+app.py declares its commands of these classes.
 """
 
 import re

@@ -100,7 +100,7 @@ def table(timings: Sequence[Timing]) -> str:
 
 def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
     """A bar for each version in each direction, as far as it was timed."""
-    from matplotlib.figure import Figure  # an optional dependency; cli.py has looked for it
+    from matplotlib.figure import Figure  # an optional dependency; refusals.py has looked for it
 
     directions = list(dict.fromkeys(timing.direction for timing in timings))
     versions = list(dict.fromkeys(timing.version for timing in timings))
