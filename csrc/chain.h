@@ -101,8 +101,8 @@ struct Recurrence {
 };
 constexpr int kGates = 3;  // reset, update, candidate
 
-// Whether words, numbers and activations of a chain or a stack are those that there are; what stands where is for those who
-// read it. For texts that Python reads. Throws std::invalid_argument.
+// Checks that a text has only words, numbers and activations of chains and stacks. What stands where is checked by Python, which
+// reads such texts. Throws std::invalid_argument.
 void check_words(const std::string& text);
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
@@ -111,9 +111,10 @@ const Stack& find_stack(const std::string& text);
 inline bool is_stack(const std::string& text) { return text.find('|') != std::string::npos; }
 const Recurrence& find_recurrence(const std::string& text);
 
-// What a GPU is asked of a recurrence: all steps by its text alone; " | slopes" or " | backward" stands behind it for what goes
-// back. Plans are kept by what this gives.
+// Whether a text asks a GPU about a recurrence: all steps by the recurrence's text alone, or, with " | slopes" or " | backward"
+// behind it, what goes back.
 bool is_of_recurrence(const std::string& text);
+// The recurrence of such a text, at an address that plans are kept by.
 const Recurrence* const& find_asked(const std::string& text);
 
 }  // namespace factorlayer

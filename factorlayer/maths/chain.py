@@ -33,7 +33,7 @@ INPUTS = "inputs"  # behind which any number of numbers stands
 class Chain:
     """The contractions of a layer in their order, what follows them, and what is asked for: y, or a gradient.
 
-    With rank > 1 the chain is summed over the weights' leading axis. There is a field for each stage of the text, of which
+    With rank > 1 the chain is summed over the weights' leading axis. There is a field for each stage of the text;
     csrc/chain.h says what they mean.
     """
 
