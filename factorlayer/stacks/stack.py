@@ -116,29 +116,7 @@ def run_stack(
         if y is not None:
             return y
         try:
-            if x.dim():
-                cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
-                recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
-                if implementation == "auto" and (is_dynamo_compiling() or choices.TABLE):
-                    text, batch = stack.text_for(cast), cast.numel() // (cast.shape[-1] or 1)
-                    if why_measured_batched(text, cast, batch, recorded) is not None:
-                        return _one_by_one(layers, x, tensors, "batched", who)
-                left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-                joined = recorded and (implementation == "fused" or is_joined(stack, cast))
-                found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
-                if found and implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None:
-                    found = ()
-                if found:
-                    is_matrix = len(cast.shape) == 2
-                    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
-                    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
-                        y = fused_stack(found[0][2], rows, given, recorded)
-                        if rows.is_cuda and not recorded and implementation == "auto" and not is_compiling():
-                            batch = rows.shape[0]  # by the eager call from now on
-                            take_kernels(found[0][2], dtype_name(rows.dtype), rows.get_device(), batch, recorded)
-                    else:
-                        y = _run_by_run(found, layers, rows, given, implementation, who)
-                    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+            y = _by_runs(stack, layers, x, tensors, implementation, who) if x.dim() else None
         except (CompileError, torch.OutOfMemoryError):
             raise
         except (AttributeError, RuntimeError):
@@ -150,7 +128,41 @@ def run_stack(
             if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
                 return y
             raise
+        if y is not None:
+            return y
     return _one_by_one(layers, x, tensors, implementation, who)
+
+
+def _by_runs(
+    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor | None:
+    """Runs layers by the raw ops, as many at once as kernels take. Returns None where no kernel takes several layers,
+    or `auto` leaves all of them to themselves."""
+    cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
+    recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+    if implementation == "auto":
+        if is_dynamo_compiling() or choices.TABLE:
+            text, batch = stack.text_for(cast), cast.numel() // (cast.shape[-1] or 1)
+            if why_measured_batched(text, cast, batch, recorded) is not None:
+                return _one_by_one(layers, x, tensors, "batched", who)
+        if why_auto_is_not_stacked(stack, cast) is not None:
+            return None
+    if why_no_stack(cast) is not None:
+        return None
+    found = runs(stack, cast, recorded, recorded and (implementation == "fused" or is_joined(stack, cast)))
+    if not found or (implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None):
+        return None
+    is_matrix = len(cast.shape) == 2
+    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
+    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
+        text = found[0][2]
+        y = fused_stack(text, rows, given, recorded)
+        if rows.is_cuda and not recorded and implementation == "auto" and not is_compiling():
+            # By the eager call from now on.
+            take_kernels(text, dtype_name(rows.dtype), rows.get_device(), rows.shape[0], recorded)
+    else:
+        y = _run_by_run(found, layers, rows, given, implementation, who)
+    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
 
 
 def _at_once(stack: Stack, x: Tensor, tensors: Sequence[Tensor], implementation: str) -> Tensor | None:
