@@ -352,10 +352,10 @@ def texts(
     text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
 ) -> list[tuple[str, int]]:
     """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
-    return list(dict.fromkeys(runs(text, fits, batch, wanted, us)))
+    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us)))
 
 
-def runs(
+def launched_texts(
     text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
 ) -> list[tuple[str, int]]:
     """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term."""
@@ -477,7 +477,7 @@ def _count_as_few(text: str, wanted: int, fits: Callable[[Chain], bool], us: Pre
     few = replace(Chain.parse(_term(chain)), backward=True, few=True)
     if not fits(few):
         return False
-    others = runs(_term(chain), fits, batch, wanted & ~2)
+    others = launched_texts(_term(chain), fits, batch, wanted & ~2)
     return us(batch)(few.text) < sum(us(samples)(each) for each, samples in others)
 
 

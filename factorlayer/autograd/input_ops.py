@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import back_to_contractions, columns_texts, gradients, runs
+from factorlayer.autograd.backward import back_to_contractions, columns_texts, gradients, launched_texts
 from factorlayer.autograd.layer_ops import (
     cuda_ops,
     explaining,
@@ -255,7 +255,7 @@ def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> tu
     if not has_kernel(back, dtype, device, few=batch_class == 0):
         return back, "no plan for all gradients reads x from several tensors"
     ops, batch = cuda_ops(device, dtype), BATCHES[batch_class]
-    alone = [asked for asked, _ in runs(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
+    alone = [asked for asked, _ in launched_texts(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
     return back, slower_than_concatenated(back, alone, dtype, device, batch_class)
 
 

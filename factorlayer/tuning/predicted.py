@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer.autograd.backward import runs
+from factorlayer.autograd.backward import launched_texts
 from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
@@ -99,7 +99,7 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
     asked = [(text, samples)]
     if training:
         ops = cuda_ops(device, dtype)
-        asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
+        asked += launched_texts(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
     batched = _batched(text, dtype, device, likeness, training)
     return Prediction(fused_us, batched.us, training, like, batched.multiplies)
