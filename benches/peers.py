@@ -41,7 +41,7 @@ def fastkron(workload: Workload, x: Tensor, weights: list[Tensor]) -> Fast:
     factors = [weight.detach().t().contiguous().requires_grad_() for weight in weights]
 
     def function(x: Tensor) -> Tensor:
-        # It looks at requires_grad and not at the grad mode, and would keep what only a backward needs.
+        # pyfastkron looks at requires_grad and not at the grad mode, and would keep what only a backward pass needs.
         leaves = factors if torch.is_grad_enabled() else [factor.detach() for factor in factors]
         y: Tensor = library.gemkm(x if torch.is_grad_enabled() else x.detach(), leaves)
         return y

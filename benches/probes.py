@@ -140,7 +140,7 @@ def _products(shape: str, types: str, counts: tuple[int, int, int]) -> str:
 """
 
 
-# Of a dtype: FLOPs of a warp's product, and its kernel's body. Doubles have a larger one from Hopper on.
+# The FLOPs of a warp's product in a dtype, and the body of its kernel. Doubles have a larger product from Hopper on.
 DRAWN = {
     "bfloat16": "#define DRAWN(x) (0x3f003f00u | ((x) & 0x807f807fu))",
     "float16": "#define DRAWN(x) (0x38003800u | ((x) & 0x83ff83ffu))",

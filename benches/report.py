@@ -32,7 +32,7 @@ python -m benches.report
 python -m benches.report --check
 """
 SWEEPS = "sweeps"  # a section's name, and a folder's
-# The same of tables with a column for each thing that is measured, one for each machine: what writes them
+# Sections that are tables with a column for each thing that is measured, one table for each machine: what writes them.
 RECURRENT = "recurrent"
 BESIDE = {RECURRENT: recurrent.markdown, "decode": decode.markdown, "models": models.markdown}
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}

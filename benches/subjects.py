@@ -25,7 +25,8 @@ from factorlayer.functional import Implementation
 OURS = ("v1", "v2", "v3")
 SUBJECTS = (*OURS, "dense", "compile", "fastkron")
 LARGEST_DENSE = 1 << 30  # bytes of its weight
-# Of relative differences from v2 (Frobenius): far above rounding, far below a wrong answer.
+# The relative differences from v2 that are allowed, in the Frobenius norm: far above rounding, far below a wrong
+# answer.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 EPS = {**{name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()}, "tf32": 2.0**-10}
 

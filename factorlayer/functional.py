@@ -498,7 +498,7 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
         return "a single contraction is one matrix product"
     if x.is_cuda and is_left_to_cublas(chain, x):
         return "products of 16 bits with a weight this large are left to cuBLAS"
-    # There the batched implementation maps and differentiates as one operation over all samples.
+    # Under torch.func the batched implementation maps and differentiates as one operation over all samples.
     if transforms_active():
         return "under torch.func the fused one is called for each sample"
     if x.is_cuda and runs_in_tf32(x) and not is_hopper(x.get_device()) and not all(c.tied for c in chain.contractions):
@@ -508,8 +508,8 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
     return None
 
 
-# The eager call past the dispatcher, as `run` takes it: the extension's own where no choice is batched, so that nothing
-# is asked at a call. What was kept is read when a layer first runs.
+# `layer_at_once` is the eager call past the dispatcher, which `run` makes. It is the extension's own function while no
+# measured choice is batched, so that a call looks nothing up. At first it is one that reads the choices that were kept.
 
 
 def _read_choices_first(*given: object) -> Tensor | None:
@@ -586,7 +586,7 @@ def tune_layer(
     yield from tune(who, text_for(chain, x), x, batch, recorded, tensors, runs)
 
 
-# The chains whose CUDA kernels could not be had, so that the next call does not try again.
+# The chains whose CUDA kernels could not be had, each with the reason, so that the next call does not try again.
 _given_up: dict[tuple[Chain, torch.dtype], str] = {}
 
 

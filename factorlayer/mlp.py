@@ -82,7 +82,8 @@ class FactorMLP(Recorded, RunsAsStacks):
         count = len(sizes) - 1
         self.layers = nn.ModuleList(layer(i) for i in range(count))
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
-        # Stacks, one behind another, each multiplied by its gate if it has one: in a list, for they own nothing.
+        # Stacks, one behind another, each with the gate that multiplies it, if it has one. They stand in a list, so
+        # that they are no children: they own no parameters.
         self._stacks: list[tuple[LayerStack, LayerStack | None]] = []
         activations = [None if gated else self.activation] * (count - 1) + [self.output_activation]
         each = [(f"layers.{i}", self.layers[i], activations[i]) for i in range(count)]

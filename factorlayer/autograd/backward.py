@@ -155,7 +155,7 @@ class Visit:
 
     @kept
     def back(self) -> str:
-        # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
+        # If no mode lies behind, "turned" changes no order; but it says that a turn has rounded x already.
         x_turned = self.turned or (self.mixed is not None and self.part.tf32)
         back = replace(_back(self.part), x_turned=x_turned, turn=self.hands_back)
         return replace(back, slabs=1).text if self.hands_slabs else back.text
@@ -229,7 +229,7 @@ def gradients(
 def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
     """Two answers: the text that makes the bias's gradient with the weight's, or with all others, if one does; and the
     texts that go back from grad_y to the contractions."""
-    # Each of several terms turns what it takes, and all of them go back together from what is not turned.
+    # Terms of a sum turn grad_y for themselves, as the chain back of all terms reads it unturned.
     turn = turn_behind(visits_of(ops, text, wanted, batch)) if Chain.parse(text).rank == 1 else None
     return _planned_behind(text, wanted, turn, ops.fits_of(batch), ops.us(batch) if ops.us else None)
 

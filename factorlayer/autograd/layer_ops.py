@@ -279,8 +279,9 @@ class _ChainNow(_Chain):
 _apply_chain = super(Function, _ChainNow).apply
 
 
-# Where nobody looks on, all of a call is one of C++, past the dispatcher and what Python would do beside it: eager.h.
-# It takes names that PyTorch keeps to itself, of which each may be missing one day.
+# Where nothing watches operators, a whole call is one call of C++ (csrc/eager.h), past the dispatcher and the Python
+# around it. It needs names that PyTorch keeps to itself, each of which may be missing one day: then calls go to the raw
+# ops.
 
 
 def not_at_once(*_: Any) -> None:
@@ -306,12 +307,13 @@ def gradients_now(
     return _gradients(text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 
-# (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already, if not said no)
+# Makes y of (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already: no if
+# it is left out).
 layer_at_once: Callable[..., Tensor | None] = not_at_once
-# (text, tf32 text, whether to choose, x, what the layers have)
+# Makes y of (text, tf32 text, whether to choose, x, the layers' weights and biases).
 stack_at_once: Callable[..., Tensor | None] = not_at_once
-# What records a y that one of these made, of (text, what x is, weights, bias) or (text, x, what the layers have): files
-# that are built upon this one have it.
+# These record a y that one of the two has made, from (text, the tensors of x, weights, bias), or from (text, x, the
+# layers' weights and biases). input_ops.py and stack_ops.py, which import this file, set them.
 _record_inputs: Callable[..., Any] = not_at_once
 _record_stack: Callable[..., Any] = not_at_once
 
@@ -334,10 +336,11 @@ def record_stack_by(function: Callable[..., Tensor]) -> None:
     _record_stack = function
 
 
-# (text, dtype, device, batch, whether recorded): from then on a call at once that has to choose takes these kernels.
+# Called with (text, dtype, device, batch, whether recorded): from then on an eager call that has to choose takes these
+# kernels.
 take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
-# A decoder's step: (text, tokens, state, context, random numbers, parameters as a tuple, temperature)
+# Makes a decoder's step of (text, tokens, state, context, random numbers, parameters as a tuple, temperature).
 decode_at_once: Callable[..., list[Tensor] | None] = not_at_once
 
 if missing_extension is None:

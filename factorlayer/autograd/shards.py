@@ -103,7 +103,7 @@ def _is_first(mesh: DeviceMesh, of_y: Placements) -> bool:
     return not any(place for place, placement in zip(at, of_y, strict=True) if placement.is_partial())
 
 
-# Derivatives of any order, which redistribute and to_local have not: theirs of second order lacks sums.
+# Moves of tensors with derivatives of any order. Those of redistribute and to_local lack sums in the second order.
 
 
 def _moved(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], now: Move, back: Move, again: Move) -> Tensor:

@@ -75,8 +75,8 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
-# Elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not; the same by cuBLAS in
-# 16 bits and tf32.
+# The most elements of a dense weight whose product is not left to a library. 768 -> 3072 -> 768 trains 1.3 times as
+# fast by oneMKL, 48-512-256-12 does not; so it is with cuBLAS in 16 bits and tf32.
 LARGEST_DENSE = 1 << 19
 
 
@@ -106,8 +106,8 @@ def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
 
 MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers are put together for
 
-# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
-# made layer by layer. A tuple, as torch.compile takes it for a constant.
+# A run of a stack's layers: the number of the first one, that behind the last one, and their text, which ends in STATES
+# if their gradients are made layer by layer. It is a tuple, as torch.compile takes that for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
 CUTS = "cut_of_few", "cut_of_some", "cut"  # questions, by the class of batches

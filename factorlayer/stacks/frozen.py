@@ -36,7 +36,8 @@ if missing_extension is None:
 FROZEN = " | frozen"
 ALIGNMENT = 128  # elements, as in csrc/chain.cpp
 
-# For an x: its dtype and device, whether TF32 does, whether autocast cast it, and the implementation.
+# What the packed tensors depend on: the dtype and device of x, whether it runs in TF32, whether autocast has cast it,
+# and the implementation.
 Key = tuple[torch.dtype, torch.device, bool, bool, str]
 
 
@@ -76,7 +77,7 @@ class Frozen:
     def run(self, x: Input, implementation: str) -> Tensor | None:
         """x [..., in] -> [..., out] by one call. Returns None where that call does not apply, such as where x has a
         gradient."""
-        # A microsecond in here is a tenth of a call: no look at a thing that costs more than what follows from it.
+        # A microsecond in here is a tenth of a call, so a check may not cost more than the case that it is for.
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
         if transforms_active() or forward_ad._current_level >= 0:

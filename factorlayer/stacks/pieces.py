@@ -75,7 +75,8 @@ class Whole:
             owner.add_module(name, part)
         owner._parameters, owner._buffers = module._parameters, module._buffers
         calls = fx.GraphModule(owner, self.trace.graph)
-        # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
+        # GraphModule has copied the modules on the way to a parameter. The module's own parts take their place, as one
+        # of them may be replaced later.
         calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
         calls.__dict__.update(own)  # where they are found at once
         self.calls, self._forward = calls, calls.forward

@@ -170,8 +170,8 @@ def why_batched(
     return None
 
 
-# As in autograd/runtime.py: a constant of a compiled graph, which is one for all batches. What is measured later does
-# not change it.
+# A compiled graph takes the answer for a constant, as in autograd/runtime.py: it serves all batches, and what is
+# measured later does not change it.
 why_batched._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -236,5 +236,5 @@ def _refuse_compiled(who: str) -> NoReturn:
     raise RuntimeError(f"{who}: kernels cannot be timed inside a compiled or exported graph; tune before it is made")
 
 
-# So that torch.compile raises it, and does not leave the call to a run without it.
+# So that torch.compile raises the error, and does not run the call uncompiled.
 _refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -78,8 +78,8 @@ def _predicted(
         kernels += [(f"{text} | slopes", given.rows, 1.0)] * unit.dense
     us = sum(share * predicted_us(asked, batch, dtype, device) for asked, batch, share in kernels)
     if not unit.dense:
-        # That structured matrices are multiplied out for PyTorch's op, and gradients brought back to them, takes no
-        # less than their own passes around the steps.
+        # The passes around the steps are not compared: multiplying structured matrices out for PyTorch's op, and
+        # bringing gradients back to them, takes no less than their own passes.
         step_us, step_back_us = steps_us(unit, name, tf32, given, training, gpu)
         return Prediction(us, given.steps * (step_us + step_back_us * training), training, given)
     computed = "tf32" if Recurrence.parse(text).chain.tf32 and name == "float32" else name
