@@ -304,20 +304,20 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Swap a model's dense layers for structured ones, and write what comes of it."""
-    from factorlayer.cli import whole
+    from factorlayer.cli import models
 
     if (map is None) == (budget is None):
         refuse("--map", "say which layers become what by --map, or give --budget, and not both")
     if inputs is not None:
         refuse_given("--inputs fits layers from their projections on", {"--fresh": fresh or None})
     if output is not None:
-        whole.require_output(output)
-    mapping = whole.mapping_of(map or ())
-    made = whole.model_of(model, checkpoint, device)
-    done = whole.converted(made, mapping, budget, fresh, output, inputs)
+        models.require_output(output)
+    mapping = models.mapping_of(map or ())
+    made = models.model_of(model, checkpoint, device)
+    done = models.converted(made, mapping, budget, fresh, output, inputs)
     asked = {"model": model, "checkpoint": checkpoint and str(checkpoint), "inputs": inputs}
     asked |= {"output": output and str(output)}
-    whole.print_found("convert", done, asked, as_json)
+    models.print_found("convert", done, asked, as_json)
     typer.echo(f"The converted model is in {output}." if output else "Nothing was written: give --output.", err=as_json)
 
 
@@ -344,16 +344,16 @@ def report(
 ) -> None:
     """Show what a model's layers have and take, dense and structured: of a converted checkpoint, or of what --map would
     do."""
-    from factorlayer.cli import whole
+    from factorlayer.cli import models
 
     if map is not None and budget is not None:
         refuse("--budget", "it proposes what --map says: give one of them")
     if plot is not None:
         require_plot(plot)
-    mapping = whole.mapping_of(map or ())
-    made = whole.model_of(model, checkpoint, device)
-    found = whole.reported(made, samples, mapping, budget, training, measure, arch)
-    whole.print_found("report", found, {"model": model, "checkpoint": checkpoint and str(checkpoint)}, as_json)
+    mapping = models.mapping_of(map or ())
+    made = models.model_of(model, checkpoint, device)
+    found = models.reported(made, samples, mapping, budget, training, measure, arch)
+    models.print_found("report", found, {"model": model, "checkpoint": checkpoint and str(checkpoint)}, as_json)
     if plot is not None:
         found.picture(plot)
         typer.echo(f"The picture is in {plot}.", err=as_json)
