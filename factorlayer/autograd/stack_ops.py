@@ -406,7 +406,7 @@ def _by_layers(
 def by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
     """The stack's result by operations that PyTorch can differentiate."""
     at = 0
-    for layer in _layers(text):
+    for layer in parse_layers(text):
         count = len(layer.contractions)
         end = at + count + layer.parameters
         y = batched(layer, x, tensors[at : at + count])
@@ -418,15 +418,11 @@ def by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
 _tensors = known(tensors_of)
 
 
-def _layers(text: str) -> tuple[Chain, ...]:
-    return parse_layers(text)
-
-
 # What PyTorch asks of an op
 
 
 def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
-    layers = _layers(stack)
+    layers = parse_layers(stack)
     if x.shape[1] != layers[0].in_features:
         raise RuntimeError(f"factorlayer: x must be [batch, {layers[0].in_features}]")
     for tensor in tensors:
@@ -437,7 +433,7 @@ def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
 
 def _states_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> list[Tensor]:
     _forward_fake(x, tensors, stack)
-    return [x.new_empty(x.shape[0], layer.out_features) for layer in _layers(stack)]
+    return [x.new_empty(x.shape[0], layer.out_features) for layer in parse_layers(stack)]
 
 
 def _backward_fake(
@@ -453,14 +449,14 @@ def _layers_backward_fake(
 
 
 def forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
-    return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
+    return sum(layer.forward_flops(x_shape[0]) for layer in parse_layers(stack))
 
 
 def backward_flops(
     grad_y_shape: Any, x_shape: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
 ) -> int:
     total, at, reaches_back = 0, 1, 0 in wanted
-    for layer in _layers(stack):
+    for layer in parse_layers(stack):
         count = len(layer.contractions)
         wants_weights = [at + i in wanted for i in range(count)]
         total += layer.backward_flops(x_shape[0], reaches_back, wants_weights)
