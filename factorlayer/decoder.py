@@ -120,7 +120,7 @@ class GRUDecoder(nn.Module):
             )
 
     def manual_seed(self, seed: int) -> None:
-        """What is drawn begins again, also in a graph that has been captured."""
+        """Starts the random numbers again from `seed`, also for a CUDA graph that has been captured."""
         with torch.no_grad():
             self.random.copy_(torch.tensor([seed, 0, 0]))
 
@@ -166,8 +166,9 @@ class GRUDecoder(nn.Module):
         end: int | None = None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The tokens [batch, steps] that follow `tokens` one by one, and the state behind them. Behind `end` a sample
-        has nothing but that; when all have, a CPU takes no further step. A GPU takes all steps, and nobody waits."""
+        """The tokens [batch, steps] that follow `tokens` one by one, and the state behind them. A sample that has
+        reached the token `end` only repeats it. When all samples have, a CPU takes no further step; a GPU takes all
+        steps, and the host does not wait for it."""
         if self._kind == "best":
             raise ValueError(f"GRUDecoder.generate: choose={self.choose!r} has several tokens for one; call step()")
         if not isinstance(steps, int) or steps < 0:
@@ -239,7 +240,8 @@ class GRUDecoder(nn.Module):
             return None
 
     def _past_everything(self, tokens: Tensor, state: Any, context: Any) -> tuple[Tensor, ...] | None:
-        """A step as others before it, by one call of C++; None if there was none, or something is another way."""
+        """A step by one C++ call that earlier steps have prepared, or None if it was not prepared or does not apply to
+        this call."""
         try:
             text = self._at_once[len(tokens)]
             alike = state.dim() == (2 if self._is_cell else 3)
@@ -279,7 +281,7 @@ class GRUDecoder(nn.Module):
         return (*self._chosen(made), behind) if self.k else (made, behind)
 
     def _chosen(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Of scores, in float32 or float64."""
+        """The choice made of scores in float32 or float64: tokens, or tokens and scores for ("best", k)."""
         if self._kind == "argmax":
             return (scores.argmax(dim=1),)
         best, places = decode_ops.few(scores, self.k) if self.k else (scores, None)
@@ -305,7 +307,7 @@ class GRUDecoder(nn.Module):
         return *self._chosen(scores), behind
 
     def _begin(self, tokens: Tensor) -> Tensor:
-        """The state of sequences of which none is given."""
+        """The state that sequences begin with if the call gives none."""
         weight, batch = next(self.gru.parameters()), tokens.shape[0]
         state = weight.new_zeros(self.layers, batch, self.hidden_size)
         for i, cell in enumerate(self._cells):
@@ -357,7 +359,7 @@ class GRUDecoder(nn.Module):
 
 
 def _bits(samples: int) -> int:
-    """Of the next power of two."""
+    """The exponent of the power of two that a number of samples rounds up to."""
     return max(0, samples - 1).bit_length()
 
 

@@ -132,7 +132,7 @@ class Fused(RunsAsStacks):
         self._piece = [piece]  # last: what is set from now on is the module's
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickle: without what can be built again."""
+        """The state for copies and pickle, without what is built again from the module."""
         built = ("_piece", "_stacks", "_twin", "forward")
         kept = {name: value for name, value in self.__dict__.items() if name not in built}
         return kept | {"_frozen": {name: stack.frozen for name, stack in self._stacks.items()}}
@@ -152,7 +152,7 @@ class Fused(RunsAsStacks):
 
 
 def _forward(module: nn.Module, piece: Whole | InParts, twin: nn.Module) -> Callable[..., Any]:
-    """With the module's own arguments."""
+    """The forward of a Fused: a function that takes the module's own arguments."""
 
     def forward(*given: Any, **named: Any) -> Any:
         if whole is not None:

@@ -117,7 +117,7 @@ class FactorGRU(Gated):
         return [getattr(self, name) for name in self._flat_weights_names]
 
     def flatten_parameters(self) -> None:
-        """nn.GRU's: on a GPU, dense parameters are brought together as cuDNN wants them."""
+        """Brings dense parameters together in memory on a GPU, as cuDNN wants them and nn.GRU does."""
         if self._is_gru and self._is_dense:
             nn.GRU.flatten_parameters(self)  # type: ignore[arg-type]
 
@@ -245,8 +245,9 @@ class FactorGRU(Gated):
         rank: int = 1,
         implementation: Implementation = "auto",
     ) -> FactorGRU:
-        """The same if it is dense; if not, the nearest: every gate's matrix is a projection (maths/project.py), and
-        `projection_errors` says by their names what these leave."""
+        """The FactorGRU of an nn.GRU: dense, it computes the same; structured, it is the nearest one. Every gate's
+        matrix is a projection then (maths/project.py), and `projection_errors` says, by the names of the matrices, how
+        far off each is."""
         if not isinstance(gru, nn.GRU):
             raise TypeError(f"FactorGRU.from_gru: gru should be an nn.GRU, it is {type(gru).__name__}")
         weight: Tensor = gru.weight_ih_l0  # type: ignore[assignment]
@@ -383,7 +384,7 @@ class FactorGRUCell(Gated):
         rank: int = 1,
         implementation: Implementation = "auto",
     ) -> FactorGRUCell:
-        """Of an nn.GRUCell, as FactorGRU.from_gru."""
+        """The FactorGRUCell of an nn.GRUCell, as FactorGRU.from_gru makes one of an nn.GRU."""
         if not isinstance(cell, nn.GRUCell):
             raise TypeError(f"FactorGRUCell.from_gru: cell should be an nn.GRUCell, it is {type(cell).__name__}")
         made = cls(
@@ -415,7 +416,7 @@ class FactorGRUCell(Gated):
         return self._explained(batch, 1)
 
     def warmup(self, batch: int) -> None:
-        """As FactorGRU.warmup, of a call with `batch` states."""
+        """Compiles and loads what a call with `batch` states needs, as FactorGRU.warmup does."""
         self._warm_up((batch,))
 
     def extra_repr(self) -> str:

@@ -345,7 +345,7 @@ def test_what_is_refused(arguments: str, said: str, nets: Path) -> None:
 
 
 def test_without_safetensors(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factorlayer.cli.whole.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("factorlayer.cli.models.importlib.util.find_spec", lambda name: None)
     for option in ("--output", "--checkpoint", "--inputs"):
         done = run("convert", *MODEL, "--map", MONARCH, option, "y.safetensors")
         assert done.exit_code == 2

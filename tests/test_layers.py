@@ -261,7 +261,7 @@ def test_explain(implementation: str) -> None:
     layer = FactorLinear(1024, 1024, implementation=implementation)
     assert layer.explain(batch=32).splitlines() == [
         repr(layer),
-        "3072 parameters, 0.20% of the dense weight's",
+        "3072 parameters, those of the weights 0.20% of the dense weight's",
         "32 samples: 4.194e+06 FLOPs, 6.711e+07 dense; 2.703e+05 bytes moved at least",
         "  [32, 32, 1] -> [32, 32, 1] by weight_1, one weight",
         "  [1, 32, 32] -> [1, 32, 32] by weight_0, one weight",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from factorlayer.layers import FactorLinear
 from factorlayer.models.dense import Place, Sharing, bias_of, matrix_of
 from factorlayer.models.fit import SWEEPS, Fit, fit_pairs
-from factorlayer.models.rows import Example, called, evaluated, listen
+from factorlayer.models.rows import Example, evaluated, listen, without_shortcuts
 
 Made = Sequence[tuple[Place, FactorLinear]]
 Record = tuple[Tensor, Tensor]  # what a layer was called with, and returned
@@ -41,7 +41,7 @@ def distil(
     fits: dict[int, Fit] = {}
     sharing = Sharing(model)
     ready: list[tuple[Place, nn.Module]] = []
-    with evaluated(model), called():
+    with evaluated(model), without_shortcuts():
         for place, layer in _in_order(model, made, batches):
             bias = bias_of(place.module)
             held = bias is not None and bool(sharing.others(place.module, bias))

@@ -34,15 +34,15 @@ def rows_of(model: nn.Module, layers: Iterable[nn.Module], batch: int | Example,
     def record(module: nn.Module, x: Any, output: Tensor) -> None:
         found[id(module)] += math.prod(output.shape[:-1])
 
-    with evaluated(model), called(), _thawed(model):
+    with evaluated(model), without_shortcuts(), _thawed(model):
         listen(model, layers, batch, record)
     return found
 
 
 @contextmanager
-def called() -> Iterator[None]:
-    """Layers are called as modules: by nn.TransformerEncoder, which would read their weights, and where the model is
-    compiled, too."""
+def without_shortcuts() -> Iterator[None]:
+    """Every layer is called as a module, so that hooks see it: by nn.TransformerEncoder, which in eval mode would read
+    its layers' weights instead, and by models that are compiled."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
-from factorlayer.activations.texts import UserActivation, scalars
+from factorlayer.activations.texts import UserActivation, computed, scalars
 from factorlayer.autograd import recurrent_ops
 from factorlayer.autograd.inputs import check_alike
 from factorlayer.autograd.layer_ops import transforms_active
@@ -58,12 +58,11 @@ class Gated(Recorded):
         for cell in cells:
             for name, shape in cell.shapes.items():
                 self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        stage = self._chain.activation
         self.activation: str | Expression | nn.Module | None
         if isinstance(activation, nn.Module):
             self.activation = activation.to(device=device, dtype=dtype)
-        else:  # what a function computes, not the function: that can be pickled
-            self.activation = Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+        else:
+            self.activation = computed(self._chain.activation)
         self.projection_errors = {}
         self.reset_parameters()
 

@@ -64,7 +64,7 @@ def require_safetensors(option: str, path: Path) -> None:
 
 
 def require_output(path: Path) -> None:
-    """Before the work, not after it."""
+    """Refuses, before any work, an --output that cannot be written."""
     if path.suffix != SAFETENSORS:
         refuse("--output", f"the file's name should end in {SAFETENSORS}; it is {path}")
     require_folder("--output", path)
