@@ -198,7 +198,7 @@ class FactorGRU(Gated):
             if self.dropout and self.training and layer < self.num_layers - 1:
                 y = F.dropout(y, self.dropout)
             rows = [y]
-        return y, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
+        return y, torch.stack(states)  # of one cell too: h_n is no part of the output, nor of hx, as nn.GRU's is none
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:

@@ -241,6 +241,24 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
 
 @each_kind
 @each_implementation
+def test_the_last_state_is_memory_of_its_own(kind: str, implementation: str) -> None:
+    """As nn.GRU's: a rollout that sets ended episodes' states to zero changes neither output nor the state before."""
+    module = gru(kind, implementation=implementation)
+    hx = normal(len(module.cells), 3, 6)
+    with torch.no_grad():
+        for x in (normal(4, 3, 5), normal(1, 3, 5), normal(0, 3, 5)):
+            y, h = module(x, hx)
+            kept = y.clone(), hx.clone()
+            h[:, 0] = 0.0
+            torch.testing.assert_close((y, hx), kept, rtol=0, atol=0)
+            assert h.untyped_storage().nbytes() == h.nbytes  # nor does it keep the output alive
+        _, h = module(normal(0, 3, 5))
+        h += 1  # not the learned initial state
+        assert h.is_contiguous() and not torch.equal(module(normal(0, 3, 5))[1], h)
+
+
+@each_kind
+@each_implementation
 def test_nan_stays_in_its_sequence(kind: str, implementation: str) -> None:
     """In outputs, states and gradients."""
     module = gru(kind, implementation=implementation)
