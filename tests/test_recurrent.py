@@ -370,6 +370,24 @@ def test_from_gru_is_the_nearest() -> None:
     assert pickle.loads(pickle.dumps(ours)).projection_errors == {}
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_from_gru_of_parametrized_ones(name: str) -> None:
+    """What a parametrization makes of a parameter counts, not what is behind it."""
+    x = normal(2, 3, 4)
+    for theirs, of, given in (
+        (nn.GRU(4, 6, dtype=torch.float64), FactorGRU, x),
+        (nn.GRUCell(4, 6, dtype=torch.float64), FactorGRUCell, x[0]),
+    ):
+        for parameter in [parameter for parameter, _ in theirs.named_parameters()]:
+            nn.utils.parametrize.register_parametrization(theirs, parameter, Doubled())
+        torch.testing.assert_close(of.from_gru(theirs, **PROJECTED[name])(given), theirs(given))
+
+
 @pytest.mark.parametrize(
     "kind",
     [dict(reset="before"), dict(activation="relu"), dict(norm="layer"), dict(learned_initial=True)],

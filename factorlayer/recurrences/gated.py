@@ -107,16 +107,16 @@ class Gated(Recorded):
 
     def _take(self, dense: nn.Module) -> None:
         """The parameters of an nn.GRU or nn.GRUCell: its matrices gate by gate, the nearest if structured."""
-        given = dict(dense.named_parameters())
         with torch.no_grad():
             for cell in self.cells:
                 parameters = {name: getattr(self, name) for name in cell.shapes}
-                for name in parameters.keys() & given.keys():
-                    parameters[name].copy_(given[name])
+                for name, parameter in parameters.items():
+                    if hasattr(dense, name):  # a parametrized one is no parameter of its module
+                        parameter.copy_(getattr(dense, name))
                 for kind in KINDS:
                     if is_dense(cell.spec(kind)):
                         continue
-                    matrices = given[f"weight_{kind}{cell.suffix}"].chunk(GATES)
+                    matrices = getattr(dense, f"weight_{kind}{cell.suffix}").chunk(GATES)
                     each = zip(GATE_NAMES, matrices, cell.weights(kind, parameters), strict=True)
                     for gate, matrix, weights in each:
                         found = project(cell.spec(kind), matrix)
