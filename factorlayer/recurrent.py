@@ -352,8 +352,9 @@ class FactorGRUCell(Gated):
         if len(inputs) == 1:
             self._check_features(input)
         shape = (*input.shape[:-1], self.hidden_size)
-        if hx is not None and tuple(hx.shape) != shape:
-            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
+        if hx is not None and (not isinstance(hx, Tensor) or tuple(hx.shape) != shape):
+            came = f"has {tuple(hx.shape)}" if isinstance(hx, Tensor) else f"is of the type {type(hx).__name__}"
+            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it {came}")
         (cell,), batch = self.cells, input.shape[:-1].numel()
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))

@@ -514,6 +514,21 @@ WRONG = {
         ValueError,
         "features; it is torch.float32 and has the shape (3, 2)",
     ),
+    "mask's kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=[True]),
+        ValueError,
+        "of the shape (3, 2), that of input without its features; it is of the type list",
+    ),
+    "mask's device": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=torch.zeros(3, 2, dtype=torch.bool, device="meta")),
+        TypeError,
+        "input and starts should be on one device, input is on cpu and starts on meta",
+    ),
+    "cu_seqlens' kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=[0, 3]),
+        TypeError,
+        "integers [sequences + 1] that ascend from 0 to the rows of input; it is of the type list",
+    ),
     "cu_seqlens beside padding": (
         lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), cu_seqlens=torch.tensor([0, 3])),
         ValueError,
@@ -553,6 +568,11 @@ WRONG = {
         lambda: FactorGRUCell(5, 6)(torch.zeros(3, 5), torch.zeros(2, 6)),
         ValueError,
         "FactorGRUCell: hx should have the shape (3, 6), it has (2, 6)",
+    ),
+    "cell's state's kind": (
+        lambda: FactorGRUCell(5, 6)(torch.zeros(3, 5), (torch.zeros(3, 6),)),
+        ValueError,
+        "FactorGRUCell: hx should have the shape (3, 6), it is of the type tuple",
     ),
     "script": (lambda: torch.jit.script(FactorGRU(5, 6)), RuntimeError, "FactorGRU: torch.jit.script cannot compile"),
 }

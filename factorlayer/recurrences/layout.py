@@ -101,6 +101,8 @@ def _of_packed(x: PackedSequence) -> Layout:
 
 def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> Walk:
     wanted = "cu_seqlens should be integers [sequences + 1] that ascend from 0 to the rows of input"
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{who}: {wanted}; it is of the type {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0] or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{who}: {wanted}; it is {cu_seqlens.dtype} and has the shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:
@@ -138,10 +140,17 @@ def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) ->
     if starts is None:
         return None
     mask = starts.data if isinstance(starts, PackedSequence) else starts
-    if mask.dtype != torch.bool or tuple(mask.shape) != layout.shape:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != layout.shape:
+        came = f"of the type {type(mask).__name__}"
+        if isinstance(mask, Tensor):
+            came = f"{mask.dtype} and has the shape {tuple(mask.shape)}"
         raise ValueError(
             f"{who}: starts should be a mask (torch.bool) of the shape {layout.shape}, that of input without its "
-            f"features; it is {mask.dtype} and has the shape {tuple(mask.shape)}"
+            f"features; it is {came}"
+        )
+    if mask.device != (device := layout.rows[0].device):
+        raise TypeError(
+            f"{who}: input and starts should be on one device, input is on {device} and starts on {mask.device}"
         )
     return mask.reshape(-1)
 
