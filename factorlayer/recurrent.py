@@ -357,7 +357,7 @@ class FactorGRUCell(Gated):
             raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it {came}")
         (cell,), batch = self.cells, input.shape[:-1].numel()
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
-        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
+        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, self.hidden_size))
         x = rows[0]
         initial = self._initials(batch, x, parameters)[0] if hx is None else hx
         training = x.is_cuda and self._is_recorded([*rows, hx, *parameters.values()])

@@ -233,8 +233,10 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
     assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(4, 0, 5))
     assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
-    y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64))
-    assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
+    none = torch.zeros(0, dtype=torch.bool)
+    for more in ({}, dict(starts=none), dict(starts=none, max_seqlen=2)):
+        y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64), **more)
+        assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(0, 5), cu_seqlens=torch.zeros(1, dtype=torch.int64))
     assert y.shape == (0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
 
@@ -302,7 +304,7 @@ def test_a_cell_is_one_step(kind: str, implementation: str) -> None:
         made = cell(x, state)
         torch.testing.assert_close(made, module(x[None], None if state is None else state[None])[0][0])
     torch.testing.assert_close(cell(x[0], hx[0]), cell(x, hx)[0])
-    assert cell(x[:0]).shape == (0, 6)
+    assert cell(x[:0]).shape == cell(x[:0], hx[:0]).shape == (0, 6)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -136,7 +136,7 @@ def state_of(who: str, hx: Tensor | None, layout: Layout, cells: int, hidden: in
 
 
 def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) -> Tensor | None:
-    """[rows]"""
+    """[rows]; None where there are no rows, of which none begins."""
     if starts is None:
         return None
     mask = starts.data if isinstance(starts, PackedSequence) else starts
@@ -152,7 +152,7 @@ def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) ->
         raise TypeError(
             f"{who}: input and starts should be on one device, input is on {device} and starts on {mask.device}"
         )
-    return mask.reshape(-1)
+    return mask.reshape(-1) if mask.numel() else None
 
 
 def cut(walk: Walk, starts: Tensor, reverse: bool) -> Walk:
