@@ -227,7 +227,7 @@ class GRUDecoder(nn.Module):
         if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or type(unit) not in UNITS:
             return None  # one has taken the place of another
         for module in (embedding, unit, head):
-            if module._forward_pre_hooks or module._forward_hooks:
+            if module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__:
                 return None
         try:  # of the dicts: an attribute of a module takes ten times as long as an entry of a dict
             found = [embedding._parameters["weight"], head._parameters["weight"]]

@@ -216,6 +216,9 @@ def test_hooks_and_parametrizations_are_called() -> None:
     handle.remove()
     scores, _ = definition(modules, *given)  # type: ignore[arg-type]
     assert torch.equal(turned, scores.argmin(1))
+    modules[2].forward = lambda x: -nn.Linear.forward(modules[2], x)  # as Accelerate wraps one module's own
+    assert torch.equal(decoder.step(*given)[0], scores.argmin(1))  # type: ignore[arg-type]
+    del modules[2].forward
     parametrizations.weight_norm(modules[2])
     with torch.no_grad():
         modules[2].parametrizations.weight.original0.mul_(-1)
