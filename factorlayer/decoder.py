@@ -24,7 +24,7 @@ from factorlayer.recurrent import FactorGRU, FactorGRUCell
 Choice = str | tuple[Any, ...]
 GRU = FactorGRU | FactorGRUCell | nn.GRU | nn.GRUCell
 UNITS = FactorGRU, FactorGRUCell, nn.GRU, nn.GRUCell
-PARTS = "embedding", "gru", "head"
+LOOKED_AT = "embedding", "gru", "head", "choose"
 SEEDS = 1 << 62
 Key = tuple[int, torch.dtype, torch.device]  # the bits of the number of samples, and what the state is like
 
@@ -72,7 +72,7 @@ class GRUDecoder(nn.Module):
         if seed is None:
             seed = int(torch.randint(SEEDS, (), device="cpu")) if self._kind == "sample" else 0
         with torch.inference_mode(False):
-            numbers = torch.tensor([seed, 0, 0], device=embedding.weight.device)
+            numbers = torch.tensor([_seed(seed), 0, 0], device=embedding.weight.device)
         self.register_buffer("random", numbers, persistent=False)
         self._cells = _cells(gru)
         self._names = [name for cell in self._cells for name in cell.shapes if not name.startswith("initial")]

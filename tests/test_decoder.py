@@ -234,6 +234,8 @@ def test_its_modules_stay() -> None:
     decoder = GRUDecoder(*modules)
     with pytest.raises(AttributeError, match="GRUDecoder: head is looked at when the decoder is built"):
         decoder.head = nn.Linear(HIDDEN, VOCABULARY)
+    with pytest.raises(AttributeError, match="GRUDecoder: choose is looked at when the decoder is built"):
+        decoder.choose = ("best", 2)
 
     class Turned(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
