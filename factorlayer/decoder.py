@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -81,7 +82,7 @@ class GRUDecoder(nn.Module):
         self._drops = bool(getattr(gru, "dropout", 0))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARTS and name in self.__dict__.get("_modules", {}):
+        if name in LOOKED_AT and (name in self.__dict__ or name in self.__dict__.get("_modules", {})):
             raise AttributeError(f"GRUDecoder: {name} is looked at when the decoder is built; build another one")
         super().__setattr__(name, value)
 
@@ -122,7 +123,7 @@ class GRUDecoder(nn.Module):
     def manual_seed(self, seed: int) -> None:
         """What is drawn begins again, also in a graph that has been captured."""
         with torch.no_grad():
-            self.random.copy_(torch.tensor([seed, 0, 0]))
+            self.random.copy_(torch.tensor([_seed(seed), 0, 0]))
 
     def warmup(self, samples: int) -> None:
         """Makes a step with so many samples, so that all it needs is compiled and loaded: before a CUDA graph captures
@@ -354,6 +355,17 @@ class GRUDecoder(nn.Module):
 
     def extra_repr(self) -> str:
         return f"choose={self.choose!r}"
+
+
+def _seed(seed: Any) -> int:
+    """As torch.manual_seed takes it; what int64 holds of its bits."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"GRUDecoder: seed should be an integer, it is {seed!r}") from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError(f"GRUDecoder: seed should be an integer of 64 bits, it is {number}")
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _bits(samples: int) -> int:

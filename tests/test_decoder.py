@@ -329,6 +329,15 @@ def test_seeds() -> None:
     second = drawn(GRUDecoder(*modules, ("sample", 2.0)))
     torch.manual_seed(3)
     assert torch.equal(first, drawn(GRUDecoder(*modules, ("sample", 2.0)))) and not torch.equal(first, second)
+    decoder = GRUDecoder(*modules, ("sample", 2.0), seed=(1 << 64) - 1)
+    first = drawn(decoder)
+    decoder.manual_seed(-1)  # the same bits
+    assert torch.equal(first, drawn(decoder))
+    for call in (lambda seed: GRUDecoder(*modules, seed=seed), decoder.manual_seed):
+        with pytest.raises(TypeError, match=r"GRUDecoder: seed should be an integer, it is 1\.5"):
+            call(1.5)
+        with pytest.raises(ValueError, match=f"GRUDecoder: seed should be an integer of 64 bits, it is {1 << 64}"):
+            call(1 << 64)
 
 
 def test_noise_is_philox() -> None:
