@@ -225,8 +225,9 @@ class FactorGRU(Gated):
         sizes = [size for size in sizes if size]  # max_seqlen may be more than the longest one
         initial = hx if order is None else hx[:, order]
         given = rows if at is None else rows[at]
+        batch_sizes = torch.tensor(sizes, device="cpu")
         with apart:
-            data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
+            data, states = torch.gru(given, batch_sizes, initial[:, : sizes[0]].contiguous(), *how)
         states = torch.cat([states, initial[:, sizes[0] :]], dim=1)  # of sequences without steps
         if order is None or at is None:
             return data, states

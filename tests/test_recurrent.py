@@ -241,6 +241,23 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
     assert y.shape == (0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
 
 
+@each_implementation
+@pytest.mark.parametrize("layout", ["packed", "cu_seqlens"])
+def test_any_default_device(layout: str, implementation: str) -> None:
+    """What a call makes beside its tensors is where these are."""
+    module, sequences = gru("dense", implementation=implementation), [normal(n, 5) for n in (4, 1, 2)]
+    if layout == "packed":
+        packed = pack_sequence(sequences, enforce_sorted=False)
+        call = lambda: module(packed)[1]  # noqa: E731
+    else:
+        x, bounds = torch.cat(sequences), torch.tensor([0, 4, 5, 7])
+        call = lambda: module(x, cu_seqlens=bounds)[1]  # noqa: E731
+    right = call()
+    with torch.device("meta"):
+        found = call()
+    torch.testing.assert_close(found, right)
+
+
 @each_kind
 @each_implementation
 def test_the_last_state_is_memory_of_its_own(kind: str, implementation: str) -> None:

@@ -93,7 +93,8 @@ def _of_packed(x: PackedSequence) -> Layout:
     sequences, steps, shape = int(sizes[0]), len(sizes), (data.shape[0],)
     if int(sizes[-1]) == sequences:
         return Layout([data], Walk(sequences, steps, 1, sequences), shape, x)
-    lengths = torch.searchsorted(-sizes, -torch.arange(1, sequences + 1), right=True)  # sizes descend
+    places = torch.arange(1, sequences + 1, device=sizes.device)
+    lengths = torch.searchsorted(-sizes, -places, right=True)  # sizes descend
     offsets = sizes.cumsum(0) - sizes
     walk = Walk(sequences, steps, 1, 0, None, lengths.to(data.device), offsets.to(data.device))
     return Layout([data], walk, shape, x)
