@@ -107,6 +107,9 @@ def test_layouts(kind: str, implementation: str, layout: str) -> None:
         outputs = unpack_sequence(y)
     right, states = unrolled(module, sequences, hx, starts)
     torch.testing.assert_close((outputs, h), (right, states))
+    if layout == "packed-sorted":  # another way to say the same
+        again = pack_sequence(starts, enforce_sorted=False)
+        torch.testing.assert_close(module(packed, hx, starts=again)[1], states)
     y, right = torch.cat(outputs), torch.cat(right)
     grads = torch.randn_like(y), torch.randn_like(h)
     got, wanted = (
@@ -542,6 +545,31 @@ WRONG = {
         lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=torch.zeros(3, 2, dtype=torch.bool, device="meta")),
         TypeError,
         "input and starts should be on one device, input is on cpu and starts on meta",
+    ),
+    "mask's lengths": (
+        lambda: FactorGRU(5, 6)(
+            pack_sequence([torch.zeros(n, 5) for n in (3, 1)]),
+            starts=pack_sequence([torch.zeros(2, dtype=torch.bool)] * 2),
+        ),
+        ValueError,
+        "starts is a PackedSequence, so input should be one of the same lengths; its lengths are others",
+    ),
+    "mask's order": (
+        lambda: FactorGRU(5, 6)(
+            pack_sequence([torch.zeros(n, 5) for n in (3, 1)]),
+            starts=pack_sequence([torch.zeros(n, dtype=torch.bool) for n in (1, 3)], enforce_sorted=False),
+        ),
+        ValueError,
+        "its lengths are others",
+    ),
+    "packed mask": (
+        lambda: FactorGRU(5, 6)(
+            torch.zeros(4, 5),
+            starts=pack_sequence([torch.zeros(n, dtype=torch.bool) for n in (3, 1)]),
+            cu_seqlens=torch.tensor([0, 3, 4]),
+        ),
+        ValueError,
+        "starts is a PackedSequence, so input should be one of the same lengths; it is none",
     ),
     "cu_seqlens' kind": (
         lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=[0, 3]),

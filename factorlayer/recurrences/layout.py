@@ -54,11 +54,20 @@ def _packed_alike(who: str, given: Sequence[Any]) -> list[PackedSequence]:
             raise TypeError(
                 f"{who}: input should be a list of tensors or of PackedSequences, input[{i}] is of the type {kind}"
             )
-        own, order = each.sorted_indices, first.sorted_indices
-        in_order = own is order or (own is not None and order is not None and torch.equal(own, order))
-        if not in_order or not torch.equal(each.batch_sizes, first.batch_sizes):
+        if not _are_alike(each, first):
             raise ValueError(f"{who}: the PackedSequences of input should have the same lengths, input[{i}] has others")
     return list(given)
+
+
+def _are_alike(one: PackedSequence, other: PackedSequence) -> bool:
+    """Whether their sequences have the same lengths, in the same order."""
+    if not torch.equal(one.batch_sizes, other.batch_sizes):
+        return False
+    own, order = one.sorted_indices, other.sorted_indices
+    if own is order:
+        return True
+    as_given = torch.arange(int(one.batch_sizes[0]), device=one.data.device)
+    return torch.equal(as_given if own is None else own, as_given if order is None else order)
 
 
 def _of_one(who: str, x: Any, batch_first: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
@@ -152,6 +161,11 @@ def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) ->
     if mask.device != (device := layout.rows[0].device):
         raise TypeError(
             f"{who}: input and starts should be on one device, input is on {device} and starts on {mask.device}"
+        )
+    if isinstance(starts, PackedSequence) and (layout.packed is None or not _are_alike(starts, layout.packed)):
+        raise ValueError(
+            f"{who}: starts is a PackedSequence, so input should be one of the same lengths; "
+            + ("it is none" if layout.packed is None else "its lengths are others")
         )
     return mask.reshape(-1) if mask.numel() else None
 
