@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
@@ -336,6 +337,8 @@ class Gated(Recorded):
             )
         if transforms_active() and self.implementation == "auto":
             return "under torch.func it is called for each sample"
+        if not is_compiling() and torch._C._is_tracing():
+            return "torch.jit.trace takes numbers of sequences and steps for tensors, which its op is not given"
         recurrence = self.cells[0].recurrence
         if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
             return _given_up[recurrence.text, x.dtype]
