@@ -94,7 +94,8 @@ class FactorGRU(Gated):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
         self.bidirectional, self.learned_initial = bidirectional, learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         kind = reset, activation, norm, learned_initial
         cells, names = cells_of("FactorGRU", *sizes, *kind, num_layers, 2 if bidirectional else 1)
         self._build(cells, activation, names, implementation, device, dtype)
@@ -326,7 +327,8 @@ class FactorGRUCell(Gated):
         super().__init__()
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.learned_initial = learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         cells, names = cells_of("FactorGRUCell", *sizes, reset, activation, norm, learned_initial)
         self._build(cells, activation, names, implementation, device, dtype)
 

@@ -353,6 +353,31 @@ def test_copies(kind: str) -> None:
         torch.testing.assert_close(again(x), module(x))
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(structure="monarch", input_structure="blocks", blocks=4),
+        dict(structure="monarch", input_structure="blocks", factors=((2, 12), (12, 2))),
+        dict(structure="monarch", blocks=4, num_layers=2),
+        dict(structure="blocks", input_structure="monarch", num_layers=2, bidirectional=True),
+        dict(structure="kronecker", input_structure="monarch", blocks=(2, 4), rank=2),
+        dict(input_structure="monarch", blocks=4, rank=9, num_layers=2),
+        dict(structure="blocks"),
+        dict(structure="kronecker", factors=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [16, 64])
+def test_its_text_builds_it_again(kind: dict, size: int) -> None:
+    """Where no sizes of one layer say what all have, by those that were given."""
+    module = FactorGRU(size, 24, **kind)
+    again = eval(repr(module), {"FactorGRU": FactorGRU})
+    assert again.cells == module.cells and repr(again) == repr(module)
+    of_a_cell = {name: value for name, value in kind.items() if name not in ("num_layers", "bidirectional")}
+    cell = FactorGRUCell(size, 24, **of_a_cell)
+    assert eval(repr(cell), {"FactorGRUCell": FactorGRUCell}).cells == cell.cells
+
+
 PROJECTED = {
     "dense": dict(),
     "kronecker": dict(structure="kronecker", factors=(2, 3), input_factors=(2, 2), rank=4),
