@@ -117,6 +117,11 @@ class FactorGRU(Gated):
     def _flat_weights(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._flat_weights_names]
 
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """nn.GRU's: the parameters of each layer and direction."""
+        return [[getattr(self, name) for name in cell.shapes] for cell in self.cells]
+
     def flatten_parameters(self) -> None:
         """nn.GRU's: on a GPU, dense parameters are brought together as cuDNN wants them."""
         if self._is_gru and self._is_dense:

@@ -172,6 +172,7 @@ def test_takes_the_place_of_nn_gru(kind: dict, implementation: str) -> None:
     torch.manual_seed(0)
     ours = FactorGRU(5, 6, dtype=torch.float64, implementation=implementation, **kind)
     torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(ours.all_weights, theirs.all_weights, rtol=0, atol=0)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     sequences = [normal(length, 5) for length in (2, 4, 3)]
