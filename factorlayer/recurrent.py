@@ -94,7 +94,8 @@ class FactorGRU(Gated):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
         self.bidirectional, self.learned_initial = bidirectional, learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         kind = reset, activation, norm, learned_initial
         cells, names = cells_of("FactorGRU", *sizes, *kind, num_layers, 2 if bidirectional else 1)
         self._build(cells, activation, names, implementation, device, dtype)
@@ -115,6 +116,11 @@ class FactorGRU(Gated):
     @property
     def _flat_weights(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._flat_weights_names]
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """nn.GRU's: the parameters of each layer and direction."""
+        return [[getattr(self, name) for name in cell.shapes] for cell in self.cells]
 
     def flatten_parameters(self) -> None:
         """Brings dense parameters together in memory on a GPU, as cuDNN wants them and nn.GRU does."""
@@ -198,7 +204,7 @@ class FactorGRU(Gated):
             if self.dropout and self.training and layer < self.num_layers - 1:
                 y = F.dropout(y, self.dropout)
             rows = [y]
-        return y, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
+        return y, torch.stack(states)  # of one cell too: h_n is no part of the output, nor of hx, as nn.GRU's is none
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
@@ -225,8 +231,9 @@ class FactorGRU(Gated):
         sizes = [size for size in sizes if size]  # max_seqlen may be more than the longest one
         initial = hx if order is None else hx[:, order]
         given = rows if at is None else rows[at]
+        batch_sizes = torch.tensor(sizes, device="cpu")
         with apart:
-            data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
+            data, states = torch.gru(given, batch_sizes, initial[:, : sizes[0]].contiguous(), *how)
         states = torch.cat([states, initial[:, sizes[0] :]], dim=1)  # of sequences without steps
         if order is None or at is None:
             return data, states
@@ -326,7 +333,8 @@ class FactorGRUCell(Gated):
         super().__init__()
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.learned_initial = learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         cells, names = cells_of("FactorGRUCell", *sizes, reset, activation, norm, learned_initial)
         self._build(cells, activation, names, implementation, device, dtype)
 
@@ -353,11 +361,12 @@ class FactorGRUCell(Gated):
         if len(inputs) == 1:
             self._check_features(input)
         shape = (*input.shape[:-1], self.hidden_size)
-        if hx is not None and tuple(hx.shape) != shape:
-            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
+        if hx is not None and (not isinstance(hx, Tensor) or tuple(hx.shape) != shape):
+            came = f"has {tuple(hx.shape)}" if isinstance(hx, Tensor) else f"is of the type {type(hx).__name__}"
+            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it {came}")
         (cell,), batch = self.cells, input.shape[:-1].numel()
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
-        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
+        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, self.hidden_size))
         x = rows[0]
         initial = self._initials(batch, x, parameters)[0] if hx is None else hx
         training = x.is_cuda and self._is_recorded([*rows, hx, *parameters.values()])

@@ -74,8 +74,7 @@ def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
     """Operations of a call beside the recurrence's own kernels."""
     h, rows, cells = unit.hidden, given.rows, len(unit.features)
     yield Pointwise(given.sequences * h)  # initial states
-    if cells > 1:
-        yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
+    yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
     for features in unit.features:
         yield product(rows, GATES * h, features)
         if unit.bias:
