@@ -24,8 +24,8 @@ from factorlayer.autograd.layer_ops import gpu_limits
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.table import KEY, Rates, Table, file_name, kept_in
 
-# What of the probes' figures the prediction was fitted with, on an H200; 1 where it is not named. Products in 16 bits
-# count twice, since families take shares of what warpgroups do.
+# The share of each probe's figure that predictions were fitted with, on an H200; 1 for figures that are not named.
+# Products in 16 bits count twice, since families take shares of what warpgroups do.
 SHARES = {
     "shared_bytes": 0.92,
     "special_functions": 0.94,
@@ -35,11 +35,11 @@ SHARES = {
     "flops.bfloat16": 2 * 0.91,
     "sync_us": 1.6,
 }
-# What the prediction was fitted with and no probe reproduces: on one H100 probes reach 0.83 and 0.43 of it. A
-# table keeps what the GPU had before.
+# Numbers that predictions were fitted with and no probe reproduces: on one H100 probes reach 0.83 and 0.43 of them. A
+# new table keeps what the GPU had before.
 KEPT = "instructions", "wait_us"
 FLOAT32_OF_TF32 = 1 / 3  # three products make one
-# What a multiprocessor can do at most in a cycle
+# The most that a multiprocessor can do in a cycle.
 MOST_IN_A_CYCLE = {"l2_bytes": 64, "shared_bytes": 128, "instructions": 4, "special_functions": 16}
 FLOPS = "flops.float16", "flops.bfloat16", "flops.tf32", "flops.float64"
 MOST_FLOPS = {

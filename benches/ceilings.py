@@ -98,7 +98,7 @@ def _convolution_rate() -> float:
 
 
 def _special_rate_of_cpu(dtype: torch.dtype) -> tuple[float, str]:
-    """Of the fastest of three functions, over numbers that stay in the L2."""
+    """The rate of the fastest of three functions, over numbers that stay in the L2, and its name."""
     x = torch.randn(torch.get_num_threads() << 15, dtype=dtype)
     out = torch.empty_like(x)
     rates = {}
@@ -109,7 +109,8 @@ def _special_rate_of_cpu(dtype: torch.dtype) -> tuple[float, str]:
 
 
 def _special_rate_of_gpu(dtype: str) -> tuple[float | None, str]:
-    """Of a kernel that does nothing else: of exponentials, by the special function units, or in float64."""
+    """The rate of a kernel that computes nothing but exponentials, by the special function units or in float64, and its
+    name."""
     x = torch.rand(1 << 22, dtype=torch.float64 if dtype == "float64" else torch.float32, device="cuda")
     step = "x = exp(-x);" if dtype == "float64" else 'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(-x));'
     code = f"template <typename T> T special(T x) {{ for (int i = 0; i < {SPECIAL_STEPS}; ++i) {step} return x; }}"
@@ -122,7 +123,8 @@ def _special_rate_of_gpu(dtype: str) -> tuple[float | None, str]:
 
 
 def _best_seconds(call: Callable[[], object], device: torch.device | None = None, budget: float = 0.25) -> float:
-    """Of one call. The best and not the median: a ceiling is what the machine can do undisturbed."""
+    """The seconds of one call. They are the best and not the median: a ceiling is what the machine can do
+    undisturbed."""
     on_cuda = device is not None and device.type == "cuda"
     calls, best, end = 1, float("inf"), float("inf")
     with torch.no_grad():

@@ -70,7 +70,7 @@ class TimeKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """Of a time that both files have; ratio and spread are in units of the old time."""
+    """The change of a time that both files have; ratio and spread are in units of the old time."""
 
     key: TimeKey
     old: Timing
@@ -83,7 +83,8 @@ class Change:
 
     @property
     def spread(self) -> float:
-        """Of whole interquartile ranges, not over sqrt(rounds): what disturbs a round disturbs the next ones too."""
+        """How far a ratio may be from 1 by chance: whole interquartile ranges, not divided by sqrt(rounds), as what
+        disturbs a round disturbs the next ones too."""
         return max(self.least_spread, math.hypot(self.old.iqr_us, self.new.iqr_us) / self.old.us)
 
     @property
@@ -195,7 +196,7 @@ def _table(changes: list[Change]) -> Table:
 
 
 def _us(value: float) -> str:
-    """All that a results file keeps: four digits."""
+    """Microseconds in four digits, which is all that a results file keeps."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 

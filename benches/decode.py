@@ -24,7 +24,7 @@ from factorlayer import GRUDecoder
 
 STEPS = 32
 EMBEDDING, HIDDEN, VOCABULARY = 256, 512, 5893  # the seed's decoder
-# Features of the context, samples, dtype, what is chosen
+# A row: features of the context, samples, dtype, what is chosen.
 ROWS: list[tuple[int, int, str, Any]] = [
     (0, 1, "float32", "argmax"),
     (0, 1, "bfloat16", "argmax"),

@@ -63,7 +63,7 @@ def _cpu_name() -> str:
 
 
 def _cache_size(level: int) -> str | None:
-    """As Linux writes it: 1024K, of the first core."""
+    """The size of a cache of the first core, as Linux writes it: 1024K."""
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         if (index / "level").read_text().strip() == str(level):
             return (index / "size").read_text().strip()

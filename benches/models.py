@@ -282,7 +282,8 @@ def _on_the_host(call: Callable[[], Any], before: Callable[[], None]) -> Iterato
 
 
 def _on_the_gpu(call: Callable[[], Any]) -> Iterator[float]:
-    """Each behind a call that is not timed, which the GPU runs while the host launches this one."""
+    """Milliseconds of each call, which comes behind a call that is not timed: the GPU runs that while the host launches
+    this one."""
     for _ in range(ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         call()

@@ -28,7 +28,7 @@ class NotForFastKronError(Exception):
 
 
 def fastkron(workload: Workload, x: Tensor, weights: list[Tensor]) -> Fast:
-    """Its function of x, its own leaf tensors, and "fallback" or nothing."""
+    """pyfastkron's function of x, its own leaf tensors, and "fallback" or nothing."""
     library = _library()
     if library is None:
         raise NotForFastKronError("pyfastkron cannot be imported; pip install pyfastkron")
@@ -41,7 +41,7 @@ def fastkron(workload: Workload, x: Tensor, weights: list[Tensor]) -> Fast:
     factors = [weight.detach().t().contiguous().requires_grad_() for weight in weights]
 
     def function(x: Tensor) -> Tensor:
-        # It looks at requires_grad and not at the grad mode, and would keep what only a backward needs.
+        # pyfastkron looks at requires_grad and not at the grad mode, and would keep what only a backward pass needs.
         leaves = factors if torch.is_grad_enabled() else [factor.detach() for factor in factors]
         y: Tensor = library.gemkm(x if torch.is_grad_enabled() else x.detach(), leaves)
         return y
@@ -59,6 +59,6 @@ def _library() -> Any:
 
 
 def _set_threads(package: Path, threads: int) -> None:
-    """Its wheel brings an OpenMP runtime of its own, which torch.set_num_threads does not reach."""
+    """Sets the threads of pyfastkron's own OpenMP runtime, which torch.set_num_threads does not reach."""
     for runtime in package.parent.glob("pyfastkron.libs/libgomp*"):
         ctypes.CDLL(str(runtime)).omp_set_num_threads(threads)

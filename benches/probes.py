@@ -140,7 +140,7 @@ def _products(shape: str, types: str, counts: tuple[int, int, int]) -> str:
 """
 
 
-# Of a dtype: FLOPs of a warp's product, and its kernel's body. Doubles have a larger one from Hopper on.
+# The FLOPs of a warp's product in a dtype, and the body of its kernel. Doubles have a larger product from Hopper on.
 DRAWN = {
     "bfloat16": "#define DRAWN(x) (0x3f003f00u | ((x) & 0x807f807fu))",
     "float16": "#define DRAWN(x) (0x38003800u | ((x) & 0x83ff83ffu))",
@@ -173,7 +173,7 @@ def source(name: str, arch: int) -> str:
 
 
 class Probes:
-    """Of one GPU, the current device. `clock` is the fastest that was seen so far, in cycles of a microsecond."""
+    """Measures one GPU, the current device. `clock` is the fastest that was seen so far, in cycles of a microsecond."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.clock = gpu, 0.0
@@ -182,7 +182,7 @@ class Probes:
         self._numbers = torch.randint(1, 1 << 31, (gpu.sms * 1024,), dtype=torch.int32, device=DEVICE)
 
     def measure(self) -> Iterator[tuple[str, float]]:
-        """Name by name, as Rates has them."""
+        """Yields each figure with its name, as Rates has them."""
         yield "memory_bytes", self.memory_bytes()
         yield "l2_bytes", self.l2_bytes()
         yield "shared_bytes", 1024 * 16 * 16 / self._step_us("shared")
@@ -200,38 +200,39 @@ class Probes:
         yield "ramp_us", self.ramp_us(behind)
 
     def memory_bytes(self) -> float:
-        """Of a copy that no cache holds."""
+        """The rate of a copy that no cache holds."""
         x = torch.randn(ELEMENTS, device=DEVICE)
         y = torch.empty_like(x)
         return 8 * x.numel() / us_of(lambda: y.copy_(x)) / self.gpu.sms
 
     def l2_bytes(self) -> float:
-        """Of reading what takes at most 0.4 of it: it may be in two halves, either with copies of the other's."""
+        """The rate of reading at most 0.4 of the L2, as it may be in two halves, either with copies of the other's
+        lines."""
         pieces = 1 << int(0.4 * self.l2 / 16).bit_length() - 1
         data = torch.randint(1, 1 << 31, (4 * pieces,), dtype=torch.int32, device=DEVICE)
         return 2 * 512 * 8 * 16 / self._step_us("l2", 2, data, pieces)
 
     def double_functions(self) -> float:
-        """Of PyTorch's tanh and gelu, each element's."""
+        """The rate of PyTorch's tanh and gelu in double, in elements."""
         x = torch.randn(DOUBLES, dtype=torch.float64, device=DEVICE)
         us = sum(us_of(functools.partial(function, x)) for function in (torch.tanh, torch.nn.functional.gelu))
         return 2 * x.numel() / us / self.gpu.sms
 
     def wait_us(self) -> float:
-        """From one line of memory to the next, which the first one names: over four times what L2 holds."""
+        """The time from one line of memory to the next, which the first one names, in over four times what L2 holds."""
         order = torch.randperm(4 * self.l2 // 128, device=DEVICE)
         lines = torch.empty(len(order), 32, dtype=torch.int32, device=DEVICE)
         lines[order, 0] = order.roll(-1).int()
         return self._step_us("chase", 0, lines)
 
     def behind_us(self) -> float:
-        """Of one more small kernel in a graph."""
+        """The time that one more small kernel takes in a graph."""
         longer, shorter = (us_of(self._small_kernels(count).replay) for count in (CHAIN, CHAIN // 2))
         return (longer - shorter) / (CHAIN - CHAIN // 2)
 
     def ramp_us(self, behind_us: float) -> float:
-        """Of few kernels and of many that change the same bytes, what each of these takes longer than it takes to be
-        launched. No cache holds what comes again."""
+        """The time that a kernel takes beyond its launch and its work: the same bytes are changed by few kernels and by
+        many, and the difference is divided by how many more there are. No cache holds what comes again."""
         x = torch.randn(ELEMENTS, device=DEVICE)
         y = torch.empty_like(x)
 
@@ -264,7 +265,7 @@ class Probes:
         return float(1e3 * cycles / ns)
 
     def _small_kernels(self, count: int) -> torch.cuda.CUDAGraph:
-        """Each changes what the one before it has left."""
+        """A graph of so many kernels, each of which changes what the one before it has left."""
         kernel, blocks = compiled("small", self.gpu), self.gpu.sms
 
         def launch() -> None:
@@ -284,7 +285,7 @@ def graph_of(call: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 @functools.cache
 def compiled(name: str, gpu: Gpu) -> Callable[..., None]:
-    """Takes a grid, a block and arguments."""
+    """A function that launches the kernel: it takes a grid, a block and arguments."""
     from torch.cuda._utils import _cuda_load_module
 
     kernel: Callable[..., None] = getattr(_cuda_load_module(cubin_of(name, gpu)), name)

@@ -23,7 +23,7 @@ from factorlayer import FactorGRU
 ROUNDS = 7
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DENSE: dict[str, Any] = {}
-# Names; what FactorGRU is told; features of input and state, sequences, steps
+# A row: its name, what FactorGRU is told, features of input and state, sequences, steps.
 UNITS: list[tuple[str, dict[str, Any], int, int, int, int]] = [
     ("32 x 32", {"structure": "kronecker"}, 1024, 1024, 16, 1024),
     ("64 x 64", {"structure": "kronecker"}, 4096, 4096, 16, 1024),
@@ -84,7 +84,7 @@ def main(
 
 
 def merged(before: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the order of UNITS, new rows in the place of those before."""
+    """All rows in the order of UNITS, where new rows take the place of those before."""
     by_name = {(row["name"], row["dtype"]): row for row in [*before, *new]}
     return [by_name[name, dtype] for name, *_ in UNITS for dtype in DTYPES if (name, dtype) in by_name]
 

@@ -14,7 +14,7 @@ PASSES = (("o", "forward"), ("^", "forward+backward"))
 
 
 def draw(results: Path, path: Path) -> None:
-    """Of a results file."""
+    """Draws the times of a results file."""
     try:
         import matplotlib
     except ImportError:

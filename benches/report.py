@@ -32,7 +32,7 @@ python -m benches.report
 python -m benches.report --check
 """
 SWEEPS = "sweeps"  # a section's name, and a folder's
-# The same of tables with a column for each thing that is measured, one for each machine: what writes them
+# Sections that are tables with a column for each thing that is measured, one table for each machine: what writes them.
 RECURRENT = "recurrent"
 BESIDE = {RECURRENT: recurrent.markdown, "decode": decode.markdown, "models": models.markdown}
 COLORS = {"forward": "#4c78a8", "forward_backward": "#f58518"}
@@ -73,7 +73,7 @@ def main(
 
 
 def section(path: Path, page: Path) -> list[str]:
-    """Of layers and of blocks: their means, the plot where there is a speed-up to draw, and the table."""
+    """The lines on layers and on blocks: their means, the plot where there is a speed-up to draw, and the table."""
     results = Results.load(path)
     lines = [in_words(results.machine) + "."]
     for rows in results.kinds:
@@ -170,12 +170,12 @@ def _figure(path: Path, rows: list[Row], page: Path) -> str:
 
 
 def _seen(plot: Path, page: Path) -> str:
-    """Where a plot lies, as seen from a page."""
+    """The path of a plot as seen from a page."""
     return Path(os.path.relpath(plot.resolve(), page.resolve().parent)).as_posix()
 
 
 def plot_path(path: Path, rows: list[Row]) -> Path:
-    """Beside the results file."""
+    """The path of a plot, beside the results file."""
     return path.with_name(f"{path.stem}{'-blocks' if rows[0].is_block else ''}.svg")
 
 

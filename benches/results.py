@@ -47,12 +47,12 @@ class Row:
         return "dense" if self.is_block else "v2"
 
     def speedup(self, of_pass: str, over: str | None = None) -> float | None:
-        """Of v3 over its rival, or over another subject."""
+        """How many times as fast v3 is as its rival, or as another subject."""
         rival, v3 = self.us(over or self.rival, of_pass), self.us("v3", of_pass)
         return None if rival is None or v3 is None else rival / v3
 
     def lead(self, of_pass: str) -> float | None:
-        """Of v3 over the best published time."""
+        """How many times as fast v3 is as the best published code."""
         peer, v3 = self.published.get(of_pass, {}).get("us"), self.us("v3", of_pass)
         return None if peer is None or v3 is None else float(peer / v3)
 
@@ -101,7 +101,8 @@ class Results:
 
 
 def geometric_means(rows: Iterable[Row], over: str | None = None) -> dict[tuple[str, int | None], dict[str, float]]:
-    """Of v3's speed-ups over its rival, or over another subject, by dtype and threads, then by pass."""
+    """The geometric means of v3's speed-ups over its rival, or over another subject, by dtype and threads, then by
+    pass."""
     speedups: dict[tuple[str, int | None], dict[str, list[float]]] = {}
     for row in rows:
         for of_pass in PASS_NAMES:
@@ -118,7 +119,8 @@ LONG_FLOOR_US = 5  # from which on efficiency says more of a kernel than of its 
 
 
 def efficiency_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str, float]:
-    """By dtype: the geometric mean over Kronecker rows and blocks whose forward floor is long enough."""
+    """The geometric mean of efficiencies for each dtype, over Kronecker rows and blocks whose forward floor is long
+    enough."""
     found: dict[str, list[float]] = {}
     for row in rows:
         efficiency = row.efficiency(of_pass)
@@ -129,7 +131,7 @@ def efficiency_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str,
 
 
 def lead_means(rows: Iterable[Row], of_pass: str = "forward") -> dict[str, tuple[float, float]]:
-    """Of v3 over the best published time, by dtype: the geometric mean and the least."""
+    """The geometric mean and the least of v3's leads over the best published time, for each dtype."""
     found: dict[str, list[float]] = {}
     for row in rows:
         lead = row.lead(of_pass)

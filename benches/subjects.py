@@ -25,7 +25,8 @@ from factorlayer.functional import Implementation
 OURS = ("v1", "v2", "v3")
 SUBJECTS = (*OURS, "dense", "compile", "fastkron")
 LARGEST_DENSE = 1 << 30  # bytes of its weight
-# Of relative differences from v2 (Frobenius): far above rounding, far below a wrong answer.
+# The relative differences from v2 that are allowed, in the Frobenius norm: far above rounding, far below a wrong
+# answer.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 5e-2}
 EPS = {**{name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()}, "tf32": 2.0**-10}
 
@@ -100,8 +101,8 @@ def build(name: str, workload: Workload, tensors: Tensors) -> Call:
 
 
 def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, float]:
-    """The largest relative differences from v2's: of y, with and without gradients wanted, and of the gradients that
-    the reference has."""
+    """The largest relative differences from v2: those of y, with and without gradients wanted, and those of the
+    gradients that the reference has."""
     y, *gradients = reference
     with_gradients, *found = call.run("forward_backward")
     of_y = max(_difference(a, y) for a in (*call.run("forward"), with_gradients))
@@ -109,14 +110,15 @@ def disagreement(call: Call, reference: tuple[Tensor, ...]) -> tuple[float, floa
 
 
 def tolerances(workload: Workload, dtype: str) -> tuple[float, float]:
-    """Of y and of gradients. Rounding moves about eps of what enters a relu across zero, where the derivative jumps,
-    and a share s of other values makes a difference of sqrt(s)."""
+    """The differences that are allowed of y and of gradients. Rounding moves about eps of what enters a relu across
+    zero, where the derivative jumps, and a share s of other values makes a difference of sqrt(s)."""
     rounded = TOLERANCES[dtype] * math.sqrt(workload.depth)
     return rounded, rounded + math.sqrt(workload.jumps * EPS[dtype])
 
 
 def wrong(call: Call, reference: tuple[Tensor, ...], allowed: tuple[float, float]) -> str | None:
-    """By how much it differs from v2, if by more than allowed of y or of the gradients."""
+    """A sentence on how much a subject differs from v2, if y or the gradients differ by more than is allowed; else
+    None."""
     of_y, of_gradients = disagreement(call, reference)
     if of_y <= allowed[0] and of_gradients <= allowed[1]:
         return None
@@ -130,7 +132,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _holding(module: nn.Module, weights: list[Tensor]) -> nn.Module:
-    """With parameters that all subjects share."""
+    """The module with parameters that all subjects share."""
     for name, weight in zip(_names(module), weights, strict=True):
         owner, _, own = name.rpartition(".")
         setattr(module.get_submodule(owner), own, weight)

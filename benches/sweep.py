@@ -52,7 +52,8 @@ MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of all tensors in bytes (x, y, weights, gradients, the largest between them), and of a forward pass in FLOPs."""
+    """The most that a row may take: bytes of all tensors (x, y, weights, gradients, the largest between them), and
+    FLOPs of a forward pass."""
 
     bytes: int
     flops: int
@@ -62,7 +63,7 @@ BOUNDS = {"cuda": Bounds(2 * 10**9, 2 * 10**11), "cpu": Bounds(25 * 10**7, 4 * 1
 
 
 def drawn(seed: int, count: int, device: str, dtypes: Sequence[str]) -> list[tuple[Workload, str]]:
-    """The first `count` rows of a seed; more of them begin with the same."""
+    """The first `count` rows of a seed. A larger count begins with the rows of a smaller one."""
     source, rows = random.Random(seed), list[tuple[Workload, str]]()
     while len(rows) < count:
         pairs = [(kind, dtype) for kind in KINDS for dtype in dtypes]
@@ -104,7 +105,7 @@ def _kronecker(source: random.Random) -> LayerSpec:
 
 
 def _factors(source: random.Random, count: int, step: int) -> tuple[int, ...]:
-    """In any order, though each leaves room for those drawn after it."""
+    """Factors in any order. Each leaves room for those drawn after it."""
     sizes, least, room = list[int](), max(2, step), MOST_FEATURES
     for behind in reversed(range(count)):
         sizes.append(_size(source, least, min(LARGEST_FACTOR, room // least**behind), step))

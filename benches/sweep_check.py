@@ -69,7 +69,8 @@ def wrong(workload: Workload, dtype: str, tensors: Tensors, calls: dict[str, Cal
 
 
 def _widest(workload: Workload) -> int:
-    """Numbers of a sample's widest state by the definition, which contracts a Kronecker layer's last factor first."""
+    """How many numbers the widest state of a sample has by the definition, which contracts a Kronecker layer's last
+    factor first."""
     if isinstance(workload, Block) or workload.structure != "kronecker":
         return max(workload.features)
     places = range(len(workload.in_factors) + 1)
@@ -77,7 +78,7 @@ def _widest(workload: Workload) -> int:
 
 
 def _weights_in_float64(workload: Workload, tensors: Tensors) -> tuple[Tensor, ...]:
-    """Their gradients, of all samples."""
+    """The gradients of the weights in float64, of all samples."""
     leaves: list[Tensor] = [nn.Parameter(t.detach().double()) for t in (tensors.x, *tensors.weights)]
     exact = Tensors(leaves[0], tensors.grad_y.double(), leaves[1:])
     return build("v2", workload, exact).run("forward_backward")[2:]
@@ -93,7 +94,8 @@ def _in_float64(workload: Workload, tensors: Tensors, picked: Tensor) -> tuple[T
 
 
 def _tolerances(workload: Workload, dtype: str, samples: int) -> tuple[float, float]:
-    """Of y and of gradients, relative. A share s of values behind a jump makes a difference of sqrt(s)."""
+    """The relative differences that are allowed of y and of gradients. A share s of values behind a jump makes a
+    difference of sqrt(s)."""
     rounded = TOLERANCES[dtype] * math.sqrt(workload.depth)
     if not isinstance(workload, Block) or not workload.jumps:
         return rounded, rounded
@@ -102,7 +104,7 @@ def _tolerances(workload: Workload, dtype: str, samples: int) -> tuple[float, fl
 
 
 def _distance(tensor: Tensor, right: Tensor, tolerance: float, batch: int) -> tuple[float, float]:
-    """In the Frobenius norm, and the most that is allowed."""
+    """The distance of two tensors in the Frobenius norm, and the most that is allowed."""
     limits = torch.finfo(tensor.dtype)
     last_digit = 4 * limits.smallest_normal * limits.eps * math.sqrt(batch * tensor.numel())
     distance = torch.linalg.vector_norm(tensor.detach().double() - right.detach().double()).item()

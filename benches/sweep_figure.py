@@ -14,7 +14,7 @@ MARKERS = {"forward": ("o", "forward"), "forward_backward": ("^", "forward+backw
 
 
 def draw(sweeps: Sequence[Sweep], path: Path) -> None:
-    """Of sweeps of one machine together."""
+    """Draws the efficiencies of several sweeps of one machine together."""
     try:
         import matplotlib
     except ImportError:

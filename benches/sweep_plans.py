@@ -40,7 +40,7 @@ def taken_by_auto(call: Call) -> str:
 
 
 def predicted_us(call: Call) -> float | None:
-    """Of a forward pass of v3; None where a library makes a part of it."""
+    """The microseconds that v3's forward pass is predicted to take; None where a library makes a part of it."""
     x = call.x
     gpu, us = Gpu(*gpu_limits(x.get_device())), 0.0
     for text in _texts(call):
@@ -51,7 +51,7 @@ def predicted_us(call: Call) -> float | None:
 
 
 def candidates(sets: list[Call], effort: Effort) -> dict[str, float]:
-    """Microseconds of each way in which the engine can run all of it at once; none where there is no such way."""
+    """Microseconds of each way in which the engine can run the whole call at once; none where there is no such way."""
     texts = list(_texts(sets[0]))
     if len(texts) != 1 or texts[0] is None:
         return {}
@@ -74,7 +74,7 @@ def candidates(sets: list[Call], effort: Effort) -> dict[str, float]:
 
 
 def _texts(call: Call) -> Iterator[str | None]:
-    """What a forward pass runs one after another; None is a product that is left to a library."""
+    """The texts that a forward pass runs one after another; None stands for a product that is left to a library."""
     if isinstance(call.function, FactorLinear):
         yield text_for(call.function.chain, call.x)
         return

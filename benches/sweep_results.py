@@ -23,7 +23,7 @@ FEW_FLOPS = 1 / 3  # of the dense layer's, from which down a layer should not be
 
 @dataclass
 class SweepRow(Row):
-    """Of a drawn workload. `broken` says why it failed."""
+    """A row of a drawn workload. `broken` says why it failed."""
 
     index: int = 0
     structure: str = "kronecker"
@@ -69,7 +69,7 @@ class Sweep:
     threads: int | None
 
     def save(self, path: Path) -> None:
-        """At once or not at all: a sweep may be stopped at any time."""
+        """Writes the sweep whole or not at all, as it may be stopped at any time."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n"
         beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -92,7 +92,8 @@ class Sweep:
             ) from None
 
     def going_on(self, begun: Sweep, path: Path) -> Sweep:
-        """With the rows of one that was begun, if it is the same sweep on the same machine."""
+        """The sweep that was `begun`, if it is the same one on the same machine, as this one is to go on with its
+        rows."""
         mine, theirs = (
             {name: getattr(sweep, name) for name in ("seed", "device", "dtypes", "threads")}
             | {name: sweep.machine.get(name) for name in SAME_MACHINE}
@@ -109,7 +110,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Spread:
-    """Of numbers of which larger ones are better."""
+    """The spread of numbers of which larger ones are better."""
 
     count: int
     mean: float  # geometric
@@ -120,7 +121,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """None where there are no values."""
+        """The spread of the values that are there, or None if there are none."""
         found = sorted(value for value in values if value is not None and value > 0)
         if not found:
             return None
@@ -137,7 +138,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def share(values: Iterable[float | None], holds: Callable[[float], bool]) -> float:
-    """Of the values there are."""
+    """The share of the values there are that fulfil a condition."""
     found = [holds(value) for value in values if value is not None]
     return sum(found) / len(found) if found else 0.0
 

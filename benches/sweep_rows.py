@@ -47,7 +47,7 @@ class Ways:
 
 
 def measure_rows(sweep: Sweep, rows: Sequence[tuple[Workload, str]], path: Path, ways: Ways) -> None:
-    """Those that the sweep lacks, saved one by one."""
+    """Measures the rows that the sweep lacks, and saves them one by one."""
     ceilings: dict[str, Ceilings] = {}
     measured = {row.index for row in sweep.rows}
     missing = [i for i in range(len(rows)) if i not in measured]

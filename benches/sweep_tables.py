@@ -27,7 +27,7 @@ def _is_long(row: SweepRow) -> bool:
 
 
 def groups(rows: Sequence[SweepRow]) -> Groups:
-    """By name: the sums, and each structure with each dtype of which there are rows."""
+    """Groups of rows by name: those of SUMS, and each structure with each dtype of which there are rows."""
     found: Groups = dict(SUMS)
     for structure in STRUCTURES:
         for dtype in DTYPES:
@@ -41,7 +41,7 @@ def _of(structure: str, dtype: str) -> Callable[[SweepRow], bool]:
 
 
 def efficiencies(rows: Sequence[SweepRow]) -> Iterator[tuple[str, str, Spread]]:
-    """Of v3, by group and pass."""
+    """The spread of v3's efficiencies, by group and pass."""
     for name, belongs in groups(rows).items():
         for of_pass in PASS_NAMES:
             spread = Spread.of(row.efficiency(of_pass) for row in rows if belongs(row))
@@ -73,7 +73,7 @@ def _cells(rows: Sequence[SweepRow]) -> Iterator[list[str]]:
 
 
 def markdown(sweeps: Sequence[Sweep]) -> list[str]:
-    """Of sweeps of one machine together."""
+    """The sentences and the table of several sweeps of one machine together."""
     rows = [row for sweep in sweeps for row in sweep.rows]
     seeds = ", ".join(str(sweep.seed) for sweep in sweeps)
     lines = [f"{in_words(sweeps[0].machine)}. {len(rows)} rows of the seeds {seeds}.", ""]
@@ -127,7 +127,7 @@ def _speed(row: SweepRow, of_pass: str) -> float:
 
 
 def _over_dense(rows: Sequence[SweepRow], of_pass: str) -> Iterator[str]:
-    """Of layers with few of the dense layer's FLOPs, and of blocks."""
+    """Sentences on auto over nn.Linear: for layers with few of the dense layer's FLOPs, and for blocks."""
     kinds = {
         f"{structure} layers of a third of the FLOPs": [
             row for row in rows if row.structure == structure and row.flops_share <= FEW_FLOPS
@@ -148,7 +148,8 @@ def _over_dense(rows: Sequence[SweepRow], of_pass: str) -> Iterator[str]:
 
 
 def ratios(before: Sequence[SweepRow], after: Sequence[SweepRow]) -> list[str]:
-    """Of the mean efficiencies of two sweeps, by group; and of the times of rows that are in both."""
+    """Sentences on what changed between two sweeps: the mean efficiencies by group, and the times of rows that are in
+    both."""
     old = {(name, of_pass): spread for name, of_pass, spread in efficiencies(before)}
     lines = [
         f"new/old, {name}, {PASS_NAMES[of_pass]}: mean {new.mean / old[name, of_pass].mean:.2f}x "

@@ -64,7 +64,7 @@ def time_cpu(calls: dict[str, Call], of_pass: str, effort: Effort) -> dict[str, 
 
 
 def _seconds(call: Call, of_pass: str, repeats: int) -> float:
-    """Of one call, the mean over a block of them. The grad mode is set once, as a program does."""
+    """The seconds of one call, the mean over a block of calls. The grad mode is set once, as a program does."""
     function, x, grad_y, wanted = call.function, call.x, call.grad_y, (call.x, *call.weights)
     if repeats > 1:
         call.run(of_pass)  # the caches hold what the subject before this one left
@@ -163,7 +163,8 @@ def _replayer(graph: torch.cuda.CUDAGraph, calls: int, effort: Effort) -> Callab
 
 
 def _flushed(graph: torch.cuda.CUDAGraph, calls: int) -> Callable[[], float]:
-    """Of a graph whose sets of tensors fit into the L2 together: one replay, after something else has filled it."""
+    """A function that times one replay of a graph whose sets of tensors fit into the L2 together, after something else
+    has filled it."""
     cache: int = torch.cuda.get_device_properties("cuda").L2_cache_size
     other = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

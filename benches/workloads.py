@@ -70,7 +70,7 @@ class Layer:
 
     @property
     def shape(self) -> str:
-        """In words: 20x36·28x44, or features, blocks and rank."""
+        """The shape in words: 20x36·28x44, or features, blocks and rank."""
         if self.structure == "kronecker":
             pairs = zip(self.in_factors, self.out_factors, strict=True)
             sizes = "·".join(f"{p}" if p == q else f"{p}x{q}" for p, q in pairs)
@@ -80,7 +80,7 @@ class Layer:
 
     @property
     def features(self) -> tuple[int, int]:
-        """In and out."""
+        """The features of x and of y."""
         return self.spec.in_features, self.spec.out_features
 
     @property
@@ -90,12 +90,12 @@ class Layer:
 
     @property
     def dense_costs(self) -> tuple[int, int]:
-        """The same of the nn.Linear in its place."""
+        """The costs of the nn.Linear in its place."""
         size = self.spec.in_features * self.spec.out_features
         return size, 2 * self.batch * size
 
     def make(self, implementation: Implementation) -> nn.Module:
-        """On the meta device, as dense() does."""
+        """The layer on the meta device, as dense() makes its own."""
         spec = self.spec
         return FactorLinear(
             spec.in_features,
@@ -109,7 +109,7 @@ class Layer:
         )
 
     def dense(self) -> nn.Linear:
-        """What PyTorch has in its place."""
+        """The nn.Linear in its place."""
         return nn.Linear(*self.features, bias=False, device="meta")
 
 
@@ -127,7 +127,7 @@ class Block:
 
     @property
     def shape(self) -> str:
-        """In words: 48-512-256-128-12, elu."""
+        """The shape in words: 48-512-256-128-12, elu."""
         return f"{'-'.join(map(str, self.widths))}, {self.activation}"
 
     @property
@@ -135,7 +135,7 @@ class Block:
         return self.widths[0], self.widths[-1]
 
     def leaves_to_cublas(self, dtype: str) -> bool:
-        """Whether v3 does so with some of its products."""
+        """Whether v3 leaves some of its products to cuBLAS."""
         products = [p * q for p, q in itertools.pairwise(self.widths)]
         return dtype in ("bfloat16", "float16", "tf32") and max(products) > LARGEST_DENSE
 
@@ -146,12 +146,12 @@ class Block:
 
     @property
     def jumps(self) -> int:
-        """Of activations whose derivative jumps: how many are passed."""
+        """How many activations with a derivative that jumps a sample passes."""
         return len(self.widths) - 2 if self.activation in JUMPING else 0
 
     @property
     def functions(self) -> tuple[int, int]:
-        """Special ones, forward and backward."""
+        """How many special functions a pass takes, forward and backward."""
         values = self.batch * sum(self.widths[1:-1])
         return values * functions.of_value(self.activation), values * functions.of_slope(self.activation)
 

@@ -76,7 +76,7 @@ static std::vector<std::string> split(const std::string& text, const std::string
   return parts;
 }
 
-// Of letters that texts have, and not too long.
+// Checks that a text has only letters that texts have, and is not too long.
 static void check_letters(const std::string& text) {
   if (text.size() > kMostText)
     throw std::invalid_argument("it should have " + std::to_string(kMostText) + " bytes at most, it has " +
@@ -107,7 +107,7 @@ static int numbers_behind(const std::string& name) {
   return -1;
 }
 
-// Features of each tensor that x is.
+// The features of each tensor that x consists of.
 static std::vector<int64_t> parse_inputs(Words& words) {
   std::vector<int64_t> inputs;
   for (int64_t features = 0; !words.at_end(); inputs.push_back(features)) {
@@ -177,7 +177,7 @@ static Contraction parse_contraction(bool tied, Words& words, const Chain& chain
   return c;
 }
 
-// Of matrices, in all of the chain's y; of gradients, in x; what comes "mixed", in y.
+// The elements of the matrices that "turn" or "mixed" names. They make up y; a turn of gradients makes up x.
 static int64_t parse_turn(const std::string& name, Words& words, const Chain& chain) {
   int64_t outer = 0, rows = 0, columns = 0;
   words >> outer >> rows >> columns;
@@ -191,7 +191,7 @@ static int64_t parse_turn(const std::string& name, Words& words, const Chain& ch
   return outer * rows * columns;
 }
 
-// Of "slope", "through" and "sums", which agree.
+// The features that "slope", "through" or "sums" names. They have to agree with the chain.
 static int64_t parse_features(const std::string& name, Words& words, const Chain& chain) {
   int64_t features = 0;
   words >> features;
@@ -202,17 +202,22 @@ static int64_t parse_features(const std::string& name, Words& words, const Chain
   return features;
 }
 
-// One matrix product, and of what may come behind it only a bias.
+// Whether the chain is one matrix product with a bias, and nothing else behind it.
 static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
   const Contraction& c = chain.contractions.front();
   return chain.bias && c.tied && c.outer * c.inner == 1 && !has_activation && !chain.gradient;
 }
 
-// Stages come in the order: inputs, rank, turned, contractions, bias, activation, tf32; or contractions, turn, tf32; or turned,
-// a contraction, bias if it is dense, gradient, mixed, tf32; or contractions, backward, turn, mixed, tf32, with turned if
-// it is one, which may have slabs before tf32, or, of two untied ones, few, or with bias alone; or a contraction, slabs, tf32.
-// A turn that is all may be mixed. Behind an activation may stand slope, or through if there is no bias, before tf32, and both
-// may be all. sums stands alone, or behind either; and behind what is all of these three, a turn may stand.
+// Parses a text. tf32 may end one with a contraction or a turn. The other stages, which chain.h explains, come in one of these
+// orders; those in brackets may be left out:
+//     a layer        [inputs] [rank] [turned] contractions [bias] [activation]
+//     turned y       [rank] [turned] contractions turn
+//     by slabs       a contraction, slabs
+//     one gradient   [turned] a contraction [bias, of a dense layer] gradient [mixed]
+//     all gradients  [inputs] [rank] contractions [bias, without a rank] backward, and without a bias [turn] [mixed]; of one
+//                    contraction also [turned] before it and [slabs] behind all; of two untied ones also [few]
+//     a slope        a layer that ends in an activation, slope or, without a bias, through, [sums]
+//     no product     an activation, slope or through, [sums] [turn]; sums [turn]; turn [mixed]
 static Chain parse(const std::string& text) {
   check_letters(text);
   if (text.empty()) throw std::invalid_argument("there is no contraction in it");
@@ -303,7 +308,7 @@ static Chain parse(const std::string& text) {
   return chain;
 }
 
-// Each tensor begins at a multiple of 256 bytes, whatever its dtype: stacks/frozen.py puts them there.
+// Where the tensors of frozen layers begin: each at a multiple of 256 bytes, whatever its dtype, as stacks/frozen.py puts them.
 static std::vector<int64_t> places_of(const std::vector<Chain>& layers) {
   std::vector<int64_t> places{0};
   auto add = [&](int64_t elements) { places.push_back(places.back() + (elements + 127) / 128 * 128); };
@@ -321,7 +326,7 @@ static std::vector<int64_t> places_of(const std::vector<Chain>& layers) {
   return places;
 }
 
-// Neighbouring layers have to agree about the features between them.
+// Parses layers. Neighbours have to agree about the features between them.
 static Stack parse_stack(const std::string& text) {
   check_letters(text);
   const std::string between = " | ";

@@ -1,30 +1,41 @@
 // A chain: what a layer does to a batch of samples, as a list of contractions and what follows them.
 //
-// Python writes it as text (maths/chain.py), the raw ops carry that text, every engine parses it
-// here. Example, two tied 32 x 32 factors, a bias and an activation:
+// Python writes it as text (maths/chain.py), the raw ops carry that text, and every engine parses it here. Stages stand with "; "
+// between them. Example, two tied 32 x 32 factors, a bias and an activation:
 //     "tied 1 32 32 32 1; tied 0 1 32 32 32; bias; gelu"
 // A contraction "KIND w o p q i" views the state as [o, p, i] and contracts p with weight w:
 //     tied:    y[o, q, i] = sum_p weight[q, p] x[o, p, i]              weight is [q, p]
 //     untied:  y[o, q, i] = sum_p weight[o * I + i, q, p] x[o, p, i]   weight is [O * I, q, p]
-// An activation is a name or a program (expression.h), whose parameters are weights behind those of the contractions.
-// "inputs a b .." before all else: x is several tensors of so many features, side by side, of a layer or of all its
-// gradients, "backward". "rank r" in front: every weight has a leading axis r, and the chain is summed over it. "tf32" at the end: float32
-// products may be rounded to TensorFloat-32, which the CPU's kernels have no use for. "gradient" behind a single
-// contraction makes it that of its weight: [samples, o p i] and [samples, o q i] give what has the weight's shape, and
-// with "bias", of a dense layer, that of the bias behind it. "backward" behind contractions makes it all their gradients,
-// with "turned" from grad_y as the last one's [o, i, q]; with "bias" that of the bias as well, and that of x only where y is
-// given. "slope n" behind an activation of n features makes it the
-// gradient of what is activated, from x and grad_y: with contractions in front, or of x itself without. "through n" there
-// takes what contractions make, or x itself, for the gradient of the activation's result, and makes it that of what is
-// activated, from the result. "sums n" is all of a chain: of n features, each one's sum over the samples. Behind slope or
-// through it makes these beside the gradient; and behind any of the three, where there are no contractions, "turn" stores
-// the gradient, or what is summed, turned.
-// States between two calls may lie turned, on a GPU: "turned" in front of untied contractions means that x is the first one's
-// [o, i, p], and "turn o r c" behind the last that y, [o, r, c], is stored as [o, c, r]. That may be all of a chain.
-// Behind "backward" it is the gradient of x that is stored so. "mixed o r c" there, or behind "gradient": the q's of grad_y,
-// which weights have as [o, r, c], come as [o, c, r]; behind a turn that is all, its matrices' rows are taken so. "slabs 1" behind "backward": grad_y, of a
-// multiple of 64 samples, lies as [samples / 32, o q i, 32]; with "slabs 2" so does the gradient of x. Behind a contraction alone
-// with "slabs 1" y does. "few" behind "backward": of two untied contractions, by what is made for few samples.
+//
+// The other stages of a layer:
+//     inputs a b ..  before all others: x is several tensors of so many features, side by side
+//     rank r         before the contractions: every weight has a leading axis r, and the chain is summed over it
+//     bias           behind the contractions
+//     NAME           an activation that has a name; or a program (expression.h), whose parameters are weights behind those of the
+//                    contractions
+//     tf32           at the end: float32 products may be rounded to TensorFloat-32, which kernels of a CPU never do
+//
+// Stages by which a chain makes a gradient in the place of y:
+//     gradient       behind one contraction: the gradient of its weight, from states [samples, o p i] and [samples, o q i]. Behind a
+//                    dense layer with "bias" it is that of the bias as well.
+//     backward       behind contractions: all their gradients. With "bias" also that of the bias, and then that of x only where y is
+//                    given. With "turned" grad_y is the last contraction's [o, i, q].
+//     few            behind "backward" of two untied contractions: by the kernels for few samples
+//     slope n        behind an activation of n features: the gradient of what is activated, from grad_y and what is activated. The
+//                    contractions make that from x; where there are none, it is x.
+//     through n      behind an activation of n features, too: the gradient of what is activated, from the activation's result and the
+//                    gradient of that. The contractions make the latter from x; where there are none, it is x.
+//     sums n         alone: the sum over samples of each of n features. Behind "slope" or "through": the sums of the gradient beside it.
+//
+// Stages that say how tensors lie, on a GPU:
+//     turned         before untied contractions: x is the first one's [o, i, p]
+//     turn o r c     behind the contractions: y, [o, r, c], is stored as [o, c, r]; behind "backward" the gradient of x is. A turn may be
+//                    all of a chain. Behind "slope", "through" or "sums" without contractions, what these make, or what is summed, is
+//                    stored so.
+//     mixed o r c    behind "backward" or "gradient": the q's of grad_y, which weights have as [o, r, c], come as [o, c, r]. Behind a
+//                    turn that is all: the rows of its matrices are taken so.
+//     slabs 1        behind "backward": grad_y, of a multiple of 64 samples, lies as [samples / 32, o q i, 32]; with "slabs 2" so does the
+//                    gradient of x. Behind one contraction alone: y lies so.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -90,8 +101,8 @@ struct Recurrence {
 };
 constexpr int kGates = 3;  // reset, update, candidate
 
-// Whether words, numbers and activations of a chain or a stack are those that there are; what stands where is for those who
-// read it. For texts that Python reads. Throws std::invalid_argument.
+// Checks that a text has only words, numbers and activations of chains and stacks. What stands where is checked by Python, which
+// reads such texts. Throws std::invalid_argument.
 void check_words(const std::string& text);
 
 // Parse the text once and keep the result for the life of the process. Throw std::invalid_argument.
@@ -100,9 +111,10 @@ const Stack& find_stack(const std::string& text);
 inline bool is_stack(const std::string& text) { return text.find('|') != std::string::npos; }
 const Recurrence& find_recurrence(const std::string& text);
 
-// What a GPU is asked of a recurrence: all steps by its text alone; " | slopes" or " | backward" stands behind it for what goes
-// back. Plans are kept by what this gives.
+// Whether a text asks a GPU about a recurrence: all steps by the recurrence's text alone, or, with " | slopes" or " | backward"
+// behind it, what goes back.
 bool is_of_recurrence(const std::string& text);
+// The recurrence of such a text, at an address that plans are kept by.
 const Recurrence* const& find_asked(const std::string& text);
 
 }  // namespace factorlayer

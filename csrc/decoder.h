@@ -17,20 +17,20 @@ struct Decoder {
 
   int64_t hidden() const { return recurrence->hidden(); }
   int64_t inputs(int64_t layer) const { return layer ? hidden() : embedding + context; }
-  // Tensors of its parameters: embedding, head, each layer's weights and, if it has them, its biases.
   bool gates_biased() const { return recurrence->chain.bias; }
   size_t of_layer() const { return gates_biased() ? 4 : 2; }
+  // How many tensors its parameters are: embedding, head and, if it has one, its bias, and those of the layers.
   size_t tensors() const { return 2 + biased + size_t(layers) * of_layer(); }
 };
 constexpr int64_t kMostDecoderLayers = 12, kMostDecoderSamples = 16;
 
 bool is_of_decoder(const std::string& text);
 
-// As find_chain.
+// Parses a decoder's text once and keeps the result, as find_chain does.
 const Decoder& find_decoder(const std::string& text);
 
-// What a GPU is asked for that scores are there for: "draw", "draw placed" where they are those of some tokens, or "few", the best
-// ones. Plans are kept by what this gives; null for other texts.
+// An address that stands for a question about scores that are there: "draw", "draw placed" if they are those of some tokens, or "few",
+// the best ones. Plans are kept by it; it is null for other texts.
 const void* find_choice(const std::string& text);
 
 // The bits that noise is made of: the first word of Philox4x32-10.

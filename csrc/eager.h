@@ -10,7 +10,7 @@ namespace factorlayer::eager {
 
 using Handle = void*;
 
-// DLTensor of dlpack.h: the rows of x, each at strides of elements; a tensor of PyTorch's has no offset but in `data`.
+// A tensor, laid out as DLTensor of dlpack.h; strides count elements. PyTorch's own have their offset in `data`.
 struct Given {
   void* data;
   int32_t device_type, device;
@@ -23,8 +23,8 @@ struct Given {
   bool is_float_on_gpu() const { return device_type == 2 && code == 2 && bits == 32; }
 };
 
-// y of x, or of the tensors that it is, the weights and the bias of a chain, or of x and the tensors of a stack's layers; null if
-// the raw op has to make it. `chooses`: as implementation="auto" does, `recorded` for a backward pass or not.
+// The y of a chain or a stack; null if the raw op has to make it. The tensors are x, or those that x consists of, and the weights
+// and the bias; of a stack x and the tensors of its layers. `chooses` is for implementation="auto", `recorded` for a backward pass.
 Handle forward(const std::string& chain, bool chooses, bool recorded, const std::vector<Given>& tensors);
 
 // From now on `chooses` takes the kernels of a GPU, for all numbers of samples that round up to the same power of two.
@@ -32,13 +32,14 @@ void take(const std::string& chain, const std::string& dtype, int device, int64_
 
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops
 
-// Of a chain that is a layer, from grad_y, x, the weights and the bias: the gradients whose bits are set in `wanted`, as the
-// raw op backward has them, or, where x is several tensors, inputs_backward; of a stack, from grad_y, x and its layers' tensors, as
-// stack_backward has them. None if autograd/backward.py has to make them, or stack_ops.py.
+// The gradients whose bits are set in `wanted`; none if autograd/backward.py or stack_ops.py has to make them. The tensors are
+// grad_y and those of forward(). Bits and order are those of the raw op: backward for a layer, inputs_backward where its x is
+// several tensors, stack_backward for a stack.
 std::vector<Handle> gradients(const std::string& chain, const std::vector<Given>& tensors, int64_t wanted);
 
-// A decoder's step as the raw op decode has it, of its tensors in that order, with one without data where there is none, and
-// `random` in front of the parameters: tokens or scores, and the state, of a cell without an axis of layers; none if the raw op has to make it.
+// A decoder's step: tokens or scores, and the state, which for a cell has no axis of layers; none if the raw op has to make it. The
+// tensors are those of the raw op decode in its order, but with `random` in front of the parameters; one that is not given has no
+// data.
 std::vector<Handle> decode(const std::string& decoder, const std::vector<Given>& tensors, double temperature);
 
 }  // namespace factorlayer::eager

@@ -35,7 +35,7 @@ constexpr Row kRows[] = {
 #undef FL_ROW
 };
 
-// Of digits alone, below a limit; or -1.
+// The number that a text of digits alone means, if it is below a limit; else -1.
 int whole_number(const std::string& text, size_t limit) {
   size_t value = 0;
   for (char c : text) {
@@ -46,7 +46,7 @@ int whole_number(const std::string& text, size_t limit) {
   return text.empty() ? -1 : int(value);
 }
 
-// As Python writes one.
+// Reads a number as Python writes it.
 bool read_number(const std::string& text, double& value) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   if (text == "inf" || text == "-inf" || text == "nan") {
@@ -84,7 +84,7 @@ class Parser {
  private:
   std::vector<int> steps_;  // the node of each
 
-  // As activations/expression.py reads it. The node, or -1.
+  // Reads a step as activations/expression.py does. Returns its node, or -1.
   int read(const std::string& word) {
     if (word.size() > kLongestStep) return -1;
     Node node{Node::operation};
@@ -137,7 +137,7 @@ struct Product {
 };
 
 // Derivatives times the gradient of the value, such that where a select passes nothing on there is nothing to multiply: no 0
-// times infinity, as in factorlayer/results.py. Selects of the value itself are factors like any other, which may be 0.
+// times infinity, as in activations/results.py. Selects of the value itself are factors like any other, which may be 0.
 class Through {
   Parser& parsed_;
   std::vector<bool> flat_;       // of each node, whether it is 0 or a select that passes nothing on somewhere
@@ -203,17 +203,17 @@ class Through {
     gradient_ = add({Node::gradient});
   }
 
-  // By x: where it is a select, as many steps as the derivative alone.
+  // The product for the derivative by x: if that is a select, it takes as many steps as the derivative alone.
   Product product(int slope) {
     if (!flat_[merged_[slope]]) return {slope, gradient_};
     const int made = through(slope, true);
     return {made, made};
   }
-  // By a parameter: such products are summed before they are rounded.
+  // The product for a derivative by a parameter: such products are summed before they are rounded.
   Product term(int slope) { return {slope, through(slope, false)}; }
 };
 
-// What `results` need, in rows that are used again.
+// The steps that `results` need, in rows that are used again.
 Code code_for(const Parser& parsed, const std::vector<Product>& results, int parameters) {
   Code code;
   std::vector<int> last_use(parsed.nodes.size(), -1), row(parsed.nodes.size(), -1);

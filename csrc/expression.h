@@ -12,7 +12,7 @@
 
 namespace factorlayer {
 
-// As in activations/expression.py, with their numbers of arguments.
+// The operations, as in activations/expression.py, with their numbers of arguments.
 #define FL_OPERATIONS(ROW)                                                                                   \
   ROW(neg, 1) ROW(abs, 1) ROW(sign, 1) ROW(floor, 1) ROW(sqrt, 1) ROW(exp, 1) ROW(expm1, 1) ROW(log, 1)      \
   ROW(log1p, 1) ROW(sin, 1) ROW(cos, 1) ROW(tanh, 1) ROW(sigmoid, 1) ROW(softplus, 1) ROW(erf, 1) ROW(atan, 1) \

@@ -52,7 +52,7 @@
 namespace factorlayer::python {
 namespace {
 
-// Python's lock, for as long as it lives.
+// Holds Python's lock for as long as it lives.
 class Lock {
  public:
   Lock() : state_(PyGILState_Ensure()) {}
@@ -62,7 +62,7 @@ class Lock {
   PyGILState_STATE state_;
 };
 
-// A reference that is given back.
+// Owns a reference to a Python object, and gives it back at the end.
 class Object {
  public:
   explicit Object(PyObject* object) : object_(object) {}
@@ -149,7 +149,7 @@ namespace {
 
 using python::Object;
 
-// What autograd/layer_ops.py has given, once and for good.
+// What autograd/layer_ops.py has handed over, once and for good.
 struct {
   PyObject *none, *tensor, *parameter, *exchange, *to_tensors, *apply, *apply_inputs, *apply_stack, *is_grad_enabled;
   PyObject *precision, *cuda, *matmul;
@@ -182,7 +182,7 @@ PyObject* begin(PyObject*, PyObject* given) {
   return known.none;
 }
 
-// Where the raw ops have to be called: they raise what is wrong, if anything is.
+// Returns None, so that Python calls the raw ops: they raise what is wrong, if anything is.
 PyObject* none() {
   PyErr_Clear();
   Py_IncRef(known.none);
@@ -196,8 +196,8 @@ bool is_true(PyObject* answer) {
 
 bool ask(PyObject* function) { return is_true(PyObject_CallObject(function, nullptr)); }
 
-// Whether nobody wants to see operators, or other tensors in place of these. Autocast, the first who may, does not where
-// the tensors are in its dtype.
+// Whether nothing watches operators or replaces tensors: no autocast, transform, mode, trace or profiler. Autocast does not count
+// where the tensors are in its dtype already.
 bool is_usual(bool is_cast = false) {
   for (Py_ssize_t i = is_cast, count = PyTuple_Size(known.unusual); i < count; ++i)
     if (ask(PyTuple_GetItem(known.unusual, i))) return false;
@@ -210,13 +210,13 @@ bool is_tf32_allowed() {
   return found.get() && !PyUnicode_CompareWithASCIIString(found.get(), "tf32");
 }
 
-// Of a tensor that is one number no stride shows whether it is a view that is negated by name only: is_plain in ops/eager.cpp.
+// Whether a tensor of one number is a view that is negated by name only. Others show it by a stride: is_plain in ops/eager.cpp.
 bool is_negated(PyObject* tensor, const Given& given) {
   return std::all_of(given.sizes, given.sizes + given.dimensions, [](int64_t size) { return size == 1; }) &&
          is_true(PyObject_CallFunctionObjArgs(known.is_neg, tensor, nullptr));
 }
 
-// Those that are of a type of PyTorch's own, or else none. They are where the tensors are as long as these live.
+// The tensors as the eager calls take them, if all are of a type of PyTorch's own; else none. They are valid while the tensors live.
 std::vector<Given> given_of(const std::vector<PyObject*>& tensors) {
   std::vector<Given> given(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -227,7 +227,7 @@ std::vector<Given> given_of(const std::vector<PyObject*>& tensors) {
   return given;
 }
 
-// A list of tensors, which takes them over.
+// A Python list that takes the tensors over.
 PyObject* tensors_of(const std::vector<Handle>& handles) {
   const Object capsules(PyList_New(Py_ssize_t(handles.size())));
   for (size_t i = 0; i < handles.size(); ++i)
@@ -235,7 +235,7 @@ PyObject* tensors_of(const std::vector<Handle>& handles) {
   return PyObject_CallFunctionObjArgs(known.to_tensors, capsules.get(), nullptr);
 }
 
-// What it returns, while others may run Python; nothing if it throws.
+// What `run` returns, called without Python's lock; nothing if it throws.
 template <class Run>
 auto without_lock(const Run& run) {
   decltype(run()) made{};
@@ -248,7 +248,7 @@ auto without_lock(const Run& run) {
   return made;
 }
 
-// Of tensors with these features, side by side, the text of a chain that takes them so.
+// The text of a chain that takes tensors with these features, side by side.
 std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const std::string& chain) {
   std::string text = "inputs";
   for (size_t i = 0; i < count; ++i)
@@ -256,8 +256,8 @@ std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const
   return text + "; " + chain;
 }
 
-// What a text makes of tensors that are `found`, and whether it has to be recorded; null if it is left to the raw ops, or, with
-// Python's error set, for want of memory.
+// The y that a text makes of the tensors `found`, and whether it has to be recorded. y is null if the raw ops have to make it, or,
+// with Python's error set, if memory ran out.
 struct Made {
   PyObject* y = nullptr;
   bool recorded = false;
@@ -281,7 +281,7 @@ PyObject* recorded_by(PyObject* apply, const Object& arguments, PyObject* y) {
   if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
   return result;
 }
-// By one that is called with the text and the tensors: weights, and a bias behind them, as a stack has them.
+// y, once a Function has recorded it that is called with the text and the tensors: weights, and a bias behind them, as of a stack.
 PyObject* recorded_by(PyObject* apply, const std::string& text, const std::vector<PyObject*>& tensors, PyObject* y) {
   const Object arguments(PyTuple_New(Py_ssize_t(1 + tensors.size())));
   PyTuple_SetItem(arguments.get(), 0, PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
@@ -292,7 +292,7 @@ PyObject* recorded_by(PyObject* apply, const std::string& text, const std::vecto
   return recorded_by(apply, arguments, y);
 }
 
-// (chain, that with tf32, whether to choose, x or a list of what it is, bias, weights, whether autocast has cast them): y,
+// layer(chain, chain with tf32, whether to choose, x or a list of tensors, bias, weights, whether autocast has cast them) returns y,
 // recorded if it has to be, or None.
 PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
   const Object weights(PySequence_Tuple(given[5]));
@@ -330,7 +330,8 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
   return recorded_by(known.apply, arguments, y);
 }
 
-// (layers, those with tf32, whether to choose, x, what they have, layer by layer): y, recorded if it has to be, or None.
+// stack(layers, layers with tf32, whether to choose, x, weights and biases layer by layer) returns y, recorded if it has to be, or
+// None.
 PyObject* stack(PyObject*, PyObject* const* given, Py_ssize_t) {
   const Object others(PySequence_Tuple(given[4]));
   if (!others.get() || !describe || !is_usual()) return none();
@@ -343,7 +344,7 @@ PyObject* stack(PyObject*, PyObject* const* given, Py_ssize_t) {
   return recorded && y ? recorded_by(known.apply_stack, text, tensors, y) : y;
 }
 
-// (chain, dtype, device, samples, whether recorded): layer() takes the kernels for these.
+// take(chain, dtype, device, samples, whether recorded): from now on layer() takes the kernels for these where it chooses.
 PyObject* take_kernels(PyObject*, PyObject* const* given, Py_ssize_t) {
   const std::string text = python::text_of(given[0]), dtype = python::text_of(given[1]);
   const long device = PyLong_AsLong(given[2]), batch = PyLong_AsLong(given[3]);
@@ -355,7 +356,7 @@ PyObject* take_kernels(PyObject*, PyObject* const* given, Py_ssize_t) {
   return none();
 }
 
-// The Function's forward(ctx, chain, x, bias, *weights), whose y is there.
+// The forward(ctx, chain, x, bias, *weights) of the Function that records: its y has been made already.
 PyObject* record(PyObject*, PyObject* given) {
   PyObject* const context = PyTuple_GetItem(given, 0);
   const Object tensors(PyTuple_GetSlice(given, 2, PyTuple_Size(given)));  // save_for_backward does no more than this
@@ -364,8 +365,8 @@ PyObject* record(PyObject*, PyObject* given) {
   return std::exchange(made_y, nullptr);
 }
 
-// (chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)): what its backward returns, or None. Of a chain with
-// several inputs, (*inputs, *weights, bias); of a stack, (x, *what its layers have).
+// gradients(chain, grad_y, (x, bias, *weights), (whether the chain, x, .. need one)) returns what the Function's backward does, or
+// None. The tensors of a chain with several inputs are (*inputs, *weights, bias), those of a stack (x, *weights and biases).
 PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   PyObject *const saved = given[2], *const needs = given[3];
   const Py_ssize_t count = PyTuple_Size(saved);
@@ -394,7 +395,7 @@ PyObject* gradients(PyObject*, PyObject* const* given, Py_ssize_t) {
   return result;
 }
 
-// (text, tokens, state, context, random, (parameters), temperature): tokens or scores, and the state; or None.
+// decode(text, tokens, state, context, random, (parameters), temperature) returns tokens or scores, and the state; or None.
 PyObject* decode(PyObject*, PyObject* const* given, Py_ssize_t) {
   if (!describe || !is_usual()) return none();
   PyObject* const parameters = given[5];

@@ -4,7 +4,7 @@
 
 namespace factorlayer {
 
-// Its beginning, in letters that every terminal and every decoder takes.
+// The beginning of a text, in letters that every terminal and every decoder takes.
 inline std::string shown(const std::string& text) {
   constexpr size_t kMost = 1000;
   std::string found = text.substr(0, kMost);

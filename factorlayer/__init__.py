@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Blocks, recurrent layers, whole models and tuning, whose modules are imported when they are needed: it takes as
-    long as all the rest."""
+    """Imports the module of a block, a recurrent layer, a whole-model function or tuning when its name is first used:
+    together these imports take as long as all the rest."""
     if name == "FactorMLP":
         from factorlayer.mlp import FactorMLP
 

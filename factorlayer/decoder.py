@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from typing import Any
 
@@ -24,7 +25,7 @@ from factorlayer.recurrent import FactorGRU, FactorGRUCell
 Choice = str | tuple[Any, ...]
 GRU = FactorGRU | FactorGRUCell | nn.GRU | nn.GRUCell
 UNITS = FactorGRU, FactorGRUCell, nn.GRU, nn.GRUCell
-PARTS = "embedding", "gru", "head"
+LOOKED_AT = "embedding", "gru", "head", "choose"
 SEEDS = 1 << 62
 Key = tuple[int, torch.dtype, torch.device]  # the bits of the number of samples, and what the state is like
 
@@ -72,7 +73,7 @@ class GRUDecoder(nn.Module):
         if seed is None:
             seed = int(torch.randint(SEEDS, (), device="cpu")) if self._kind == "sample" else 0
         with torch.inference_mode(False):
-            numbers = torch.tensor([seed, 0, 0], device=embedding.weight.device)
+            numbers = torch.tensor([_seed(seed), 0, 0], device=embedding.weight.device)
         self.register_buffer("random", numbers, persistent=False)
         self._cells = _cells(gru)
         self._names = [name for cell in self._cells for name in cell.shapes if not name.startswith("initial")]
@@ -81,7 +82,7 @@ class GRUDecoder(nn.Module):
         self._drops = bool(getattr(gru, "dropout", 0))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in PARTS and name in self.__dict__.get("_modules", {}):
+        if name in LOOKED_AT and (name in self.__dict__ or name in self.__dict__.get("_modules", {})):
             raise AttributeError(f"GRUDecoder: {name} is looked at when the decoder is built; build another one")
         super().__setattr__(name, value)
 
@@ -120,9 +121,9 @@ class GRUDecoder(nn.Module):
             )
 
     def manual_seed(self, seed: int) -> None:
-        """What is drawn begins again, also in a graph that has been captured."""
+        """Starts the random numbers again from `seed`, also for a CUDA graph that has been captured."""
         with torch.no_grad():
-            self.random.copy_(torch.tensor([seed, 0, 0]))
+            self.random.copy_(torch.tensor([_seed(seed), 0, 0]))
 
     def warmup(self, samples: int) -> None:
         """Makes a step with so many samples, so that all it needs is compiled and loaded: before a CUDA graph captures
@@ -166,8 +167,9 @@ class GRUDecoder(nn.Module):
         end: int | None = None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The tokens [batch, steps] that follow `tokens` one by one, and the state behind them. Behind `end` a sample
-        has nothing but that; when all have, a CPU takes no further step. A GPU takes all steps, and nobody waits."""
+        """The tokens [batch, steps] that follow `tokens` one by one, and the state behind them. A sample that has
+        reached the token `end` only repeats it. When all samples have, a CPU takes no further step; a GPU takes all
+        steps, and the host does not wait for it."""
         if self._kind == "best":
             raise ValueError(f"GRUDecoder.generate: choose={self.choose!r} has several tokens for one; call step()")
         if not isinstance(steps, int) or steps < 0:
@@ -227,7 +229,7 @@ class GRUDecoder(nn.Module):
         if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or type(unit) not in UNITS:
             return None  # one has taken the place of another
         for module in (embedding, unit, head):
-            if module._forward_pre_hooks or module._forward_hooks:
+            if module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__:
                 return None
         try:  # of the dicts: an attribute of a module takes ten times as long as an entry of a dict
             found = [embedding._parameters["weight"], head._parameters["weight"]]
@@ -239,7 +241,8 @@ class GRUDecoder(nn.Module):
             return None
 
     def _past_everything(self, tokens: Tensor, state: Any, context: Any) -> tuple[Tensor, ...] | None:
-        """A step as others before it, by one call of C++; None if there was none, or something is another way."""
+        """A step by one C++ call that earlier steps have prepared, or None if it was not prepared or does not apply to
+        this call."""
         try:
             text = self._at_once[len(tokens)]
             alike = state.dim() == (2 if self._is_cell else 3)
@@ -279,7 +282,7 @@ class GRUDecoder(nn.Module):
         return (*self._chosen(made), behind) if self.k else (made, behind)
 
     def _chosen(self, scores: Tensor) -> tuple[Tensor, ...]:
-        """Of scores, in float32 or float64."""
+        """The choice made of scores in float32 or float64: tokens, or tokens and scores for ("best", k)."""
         if self._kind == "argmax":
             return (scores.argmax(dim=1),)
         best, places = decode_ops.few(scores, self.k) if self.k else (scores, None)
@@ -305,7 +308,7 @@ class GRUDecoder(nn.Module):
         return *self._chosen(scores), behind
 
     def _begin(self, tokens: Tensor) -> Tensor:
-        """The state of sequences of which none is given."""
+        """The state that sequences begin with if the call gives none."""
         weight, batch = next(self.gru.parameters()), tokens.shape[0]
         state = weight.new_zeros(self.layers, batch, self.hidden_size)
         for i, cell in enumerate(self._cells):
@@ -356,8 +359,19 @@ class GRUDecoder(nn.Module):
         return f"choose={self.choose!r}"
 
 
+def _seed(seed: Any) -> int:
+    """As torch.manual_seed takes it; what int64 holds of its bits."""
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"GRUDecoder: seed should be an integer, it is {seed!r}") from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise ValueError(f"GRUDecoder: seed should be an integer of 64 bits, it is {number}")
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
 def _bits(samples: int) -> int:
-    """Of the next power of two."""
+    """The exponent of the power of two that a number of samples rounds up to."""
     return max(0, samples - 1).bit_length()
 
 

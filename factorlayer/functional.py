@@ -77,20 +77,20 @@ def factor_linear(
 ) -> Tensor:
     """activation(x Wᵀ + bias), where W is the structured matrix that the weights stand for.
 
-    Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of
-    them [L, s, K·rank] and [K, rank·L, p]: maths/spec.py has the definitions. `rank`, if given, is what theirs
-    should be.
+    Kronecker weights are [Qi, Pi] each, or [rank, Qi, Pi]; Monarch weights are [positions, Qi, Pi], and for two of them
+    [L, s, K·rank] and [K, rank·L, p]: maths/spec.py has the definitions. If `rank` is given, weights of any other rank
+    are refused.
 
-    x may be a list of tensors, taken as if it were concatenated along the features: they are read where they lie, and
-    each has a gradient of its own.
+    x may be a list of tensors. It is taken as if it were concatenated along the features; the tensors are read where
+    they lie, and each has a gradient of its own.
 
-    With batch_dims, so many axes stand before these, and each member of the batch has a W of its own: weights [*batch,
-    Qi, Pi], x [*batch, …, in], y [*batch, …, out], and bias [*batch, out], or [out] for all. Axes of 1 are expanded.
-    Without it, a leading axis of Kronecker weights is the rank: W is a sum. Where x has as many along its first axis,
-    so that a batch may be meant, a warning asks for one of the two.
+    With batch_dims=n, the first n axes of every tensor are axes of a batch, and each member of the batch has a W of its
+    own: weights [*batch, Qi, Pi], x [*batch, …, in], y [*batch, …, out], and bias [*batch, out], or [out] for all. Axes
+    of 1 are expanded. Without it, a leading axis of Kronecker weights is the rank: W is a sum. Where x has as many
+    entries along its first axis as that rank, a batch may be meant, and a warning asks for batch_dims or rank.
 
-    An activation is None, a name, or a module or function of one tensor. Those are traced at every call, which takes a
-    few milliseconds; FactorLinear does so once.
+    An activation is None, a name, or a module or function of one tensor. A module or function is traced at every call,
+    which takes a few milliseconds; FactorLinear does so once.
     """
     try:
         first = _first(x)
@@ -123,7 +123,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def _described(structure: Structure, shapes: Shapes, bias: bool, stage: str) -> tuple[LayerSpec, Chain]:
-    """The layer that weights of such shapes stand for: thought out once, which takes longer than a small layer."""
+    """The layer that weights of such shapes stand for. It is kept, as finding it takes longer than a small layer."""
     try:
         return (_made if is_dynamo_compiling() else _known)(structure, shapes, bias, stage)
     except TypeError:  # what has no hash, as sizes that are only known later
@@ -156,7 +156,7 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 
 def _hint(weights: Sequence[Tensor], batch_dims: int) -> str:
-    """For who means a batch, and has not said so."""
+    """What an error says of batch_dims, where the weights look like a batch and none was given."""
     (dims, *others) = {len(weight.shape) for weight in weights} or {0}
     more = not others and (dims > 3 or (dims == 3 and {weight.shape[0] for weight in weights} == {1}))
     return "; a batch of them is said by batch_dims" if more and not batch_dims else ""
@@ -190,7 +190,7 @@ def _run_batch(
     implementation: str,
     dims: int,
 ) -> Tensor:
-    """Each member of the batch by its own weights; the activation's parameters are those of all."""
+    """Runs each member of the batch with its own weights; the activation's parameters are the same for all members."""
     who, tensors, biases = "factor_linear", [x, *weights], []
     if bias is not None:
         biases = [bias if len(bias.shape) > 1 else bias.reshape(*[1] * dims, -1)]
@@ -226,8 +226,8 @@ def run(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """The layer on x [..., in], by the implementation named; `who` is named in errors. The activation's parameters are
-    weights behind the others."""
+    """Runs the layer on x [..., in] by the implementation named; `who` is named in errors. `weights` are those of the
+    contractions and, behind them, the activation's parameters."""
     eager = not is_dynamo_compiling() and implementation in ("auto", "fused")
     if eager:
         y = layer_at_once(chain.text, chain.tf32_text, implementation == "auto", x, bias, weights)
@@ -285,8 +285,8 @@ def _run_inputs(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """The layer on tensors [..., features of each] side by side: by kernels that read them where they lie, by a product
-    for each where it is dense and batched, or else concatenated."""
+    """Runs the layer on several tensors [..., features of each] that lie side by side. Kernels read them where they
+    lie, or a dense layer under batched makes a product for each; everything else takes them concatenated."""
     if implementation in ("auto", "fused") and not is_dynamo_compiling():
         y = _inputs_at_once(chain, given, weights, bias, implementation)
         if y is not None:
@@ -314,7 +314,8 @@ def _run_inputs(
 def _inputs_at_once(
     chain: Chain, given: Input, weights: Sequence[Tensor], bias: Tensor | None, implementation: str
 ) -> Tensor | None:
-    """By the eager call, of inputs that are no matrices; None where something else has to be done, or is wrong."""
+    """Makes the eager call for inputs that are not matrices. Returns None where that call does not apply, or an input
+    is wrong."""
     try:
         leading = given[0].shape[:-1]
         if len(leading) == 1 or any(x.shape[:-1] != leading for x in given):
@@ -329,7 +330,8 @@ def _inputs_at_once(
 def _of_rows(
     chain: Chain, rows: Sequence[Tensor], weights: Sequence[Tensor], bias: Tensor | None, implementation: str, who: str
 ) -> Tensor | None:
-    """The layer on inputs [N, features of each] that are not concatenated; None where they have to be."""
+    """Runs the layer on inputs [N, features of each] without concatenating them. Returns None where they have to be
+    concatenated."""
     x, batch = rows[0], rows[0].shape[0]
     recorded = torch.is_grad_enabled() and any_requires_grad(x, bias, [*rows, *weights])
     chosen = choose(chain, x, implementation, who, batch, recorded)
@@ -357,7 +359,7 @@ def _run_sharded(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """The layer on a DTensor, by what each process runs on its own tensors."""
+    """Runs the layer on a DTensor, by what each process runs on its own tensors."""
     from factorlayer.autograd.shards import run_sharded  # where DTensors are, their import has been paid for
 
     _check_kinds(who, x, weights, bias)
@@ -379,8 +381,8 @@ def _of_no_rows(
     implementation: str,
     who: str,
 ) -> Tensor:
-    """Of an x that cannot be a matrix of samples, called where the error that says so is handled: it is nested, or
-    something is wrong with it."""
+    """Handles an x that cannot be reshaped to a matrix of samples: runs it if it is nested, and says what is wrong with
+    it if not. It is called where the reshape's error is handled, and raises that again."""
     _check_kinds(who, x, weights, bias)
     if not x.is_nested:
         raise
@@ -411,7 +413,8 @@ def _run_in_torch(
 
 
 def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """What the activation takes. A dense layer's bias is added on the way, as nn.Linear does."""
+    """The batched implementation up to the activation. A dense layer's bias is added by the product, as in
+    nn.Linear."""
     if chain.is_dense:
         return torch.nn.functional.linear(x, weights[0], bias)
     if is_multiplied_out(chain, x, torch.is_grad_enabled() and any_requires_grad(x, bias, weights)):
@@ -421,15 +424,15 @@ def batched_sums(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tenso
 
 
 def is_multiplied_out(chain: Chain, x: Tensor, recorded: bool) -> bool:
-    """Whether the batched implementation multiplies W out, as on a GPU is predicted to be faster. Graphs, whose number
-    of samples may change, and transforms do without."""
+    """Whether the batched implementation multiplies W out, as is predicted to be faster for some layers on a GPU. It
+    never does in compiled graphs, whose number of samples may change, and under torch.func."""
     if not x.is_cuda or x.dtype not in DTYPES or is_compiling() or transforms_active():
         return False
     return predicted.is_multiplied_out(text_for(chain, x), x.dtype, x.get_device(), x.shape[0], recorded)
 
 
 def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, recorded: bool) -> None:
-    """Before a first call with `batch` samples like x: compiles and loads what it would, and its backward pass if it is
+    """Compiles and loads what a first call with `batch` samples like x would run, and its backward pass if
     `recorded`."""
     if choose(chain, x, implementation, who, batch, recorded) != "fused":
         return
@@ -444,8 +447,9 @@ def warm_up(chain: Chain, x: Tensor, batch: int, implementation: str, who: str, 
 def choose(
     chain: Chain, x: Tensor, implementation: str, who: str, batch: int | None = None, recorded: bool = False
 ) -> str:
-    """naive, batched or fused. auto takes the fastest that supports the case: fused, but for what is known better, or
-    was measured, or on a GPU is predicted, for so large a batch, and for a backward pass if it is `recorded`."""
+    """Names the implementation that runs: naive, batched or fused. auto is fused, unless a reason against it is known,
+    batched was measured to be faster, or, on a GPU, is predicted to be, for that many samples and for training if
+    `recorded`."""
     if implementation == "fused":
         reason = why_not_fused(x, chain)
         if reason is not None:
@@ -467,7 +471,8 @@ def why_auto_is_batched(chain: Chain, x: Tensor, batch: int | None = None, recor
 
 
 def why_predicted_batched(text: str, x: Tensor, batch: int, recorded: bool) -> str | None:
-    """Where nothing was measured. If fused is the choice, the extension's eager call takes it from then on."""
+    """Why auto takes the batched implementation by prediction, or None; also None where a measured choice exists. Where
+    it is None, the eager call of the extension takes the fused kernels from then on."""
     asked = x.dtype, x.get_device(), batch, recorded
     reason = None
     if not choices.TABLE or not choices.measured(text, x.dtype, x.device.type, *asked[1:]):
@@ -478,7 +483,8 @@ def why_predicted_batched(text: str, x: Tensor, batch: int, recorded: bool) -> s
 
 
 def why_measured_batched(text: str, x: Tensor, batch: int | None, recorded: bool) -> str | None:
-    """Of what was tuned. A graph is compiled for every batch, as far as anybody knows."""
+    """Why auto takes the batched implementation by what was measured, or None. A compiled graph has no known batch: all
+    that was measured has to agree."""
     known = batch if not is_compiling() and type(batch) is int else None
     return choices.why_batched(text, x.dtype, x.device.type, x.get_device(), known, recorded)
 
@@ -492,7 +498,7 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
         return "a single contraction is one matrix product"
     if x.is_cuda and is_left_to_cublas(chain, x):
         return "products of 16 bits with a weight this large are left to cuBLAS"
-    # There the batched implementation maps and differentiates as one operation over all samples.
+    # Under torch.func the batched implementation maps and differentiates as one operation over all samples.
     if transforms_active():
         return "under torch.func the fused one is called for each sample"
     if x.is_cuda and runs_in_tf32(x) and not is_hopper(x.get_device()) and not all(c.tied for c in chain.contractions):
@@ -502,8 +508,8 @@ def why_auto_has_no_choice(chain: Chain, x: Tensor) -> str | None:
     return None
 
 
-# The eager call past the dispatcher, as `run` takes it: the extension's own where no choice is batched, so that nothing
-# is asked at a call. What was kept is read when a layer first runs.
+# `layer_at_once` is the eager call past the dispatcher, which `run` makes. It is the extension's own function while no
+# measured choice is batched, so that a call looks nothing up. At first it is one that reads the choices that were kept.
 
 
 def _read_choices_first(*given: object) -> Tensor | None:
@@ -521,7 +527,7 @@ def _layer_at_once_if_chosen(
     weights: Sequence[Tensor],
     is_cast: bool = False,
 ) -> Tensor | None:
-    """Leaves what was measured to be faster by batched to `choose`."""
+    """The eager call, which returns None where batched was measured to be faster: `choose` decides there."""
     if chooses and (text in choices.BATCHED or tf32_text in choices.BATCHED):
         if are_several(x):
             return None
@@ -559,7 +565,8 @@ def tune_layer(
     recorded: bool,
     who: str,
 ) -> Iterator[Tuned]:
-    """Times a layer with `batch` samples like x, with its backward pass if `recorded`, and keeps what is faster."""
+    """Times a layer with `batch` samples like x, with its backward pass if `recorded`, and keeps which implementation
+    was faster."""
     from factorlayer.tuning.candidates import Tuned, tune  # not needed where nobody tunes
 
     reason = why_auto_has_no_choice(chain, x)
@@ -579,7 +586,7 @@ def tune_layer(
     yield from tune(who, text_for(chain, x), x, batch, recorded, tensors, runs)
 
 
-# The chains whose CUDA kernels could not be had, so that the next call does not try again.
+# The chains whose CUDA kernels could not be had, each with the reason, so that the next call does not try again.
 _given_up: dict[tuple[Chain, torch.dtype], str] = {}
 
 
@@ -615,7 +622,7 @@ def any_complex(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> bo
 def all_complex(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, implementation: str, who: str
 ) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
-    """Real tensors beside complex ones become complex, in their own precision; their gradients are real, as PyTorch
+    """Makes real tensors beside complex ones complex, in their own precision; their gradients are real, as PyTorch
     makes them. The fused kernels have no complex numbers."""
     if implementation == "fused":
         named = [("x", x), *((f"weight_{i}", weight) for i, weight in enumerate(weights)), ("bias", bias)]
@@ -637,7 +644,7 @@ any_autocast = torch._C._is_any_autocast_enabled  # on whatever device: asked in
 def autocast(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor], Tensor | None]:
-    """Under autocast, everything but float64 in autocast's dtype, as nn.Linear does it."""
+    """Casts all tensors but those in float64 to autocast's dtype, if autocast is on, as nn.Linear does."""
     device = "cpu" if x.is_cpu else "cuda" if x.is_cuda else x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x, weights, bias
@@ -662,7 +669,7 @@ def _check(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias
 
 
 def _check_parameters(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-    """Whether they are like x."""
+    """Raises if a weight or the bias has another dtype, device or shape than x asks for."""
     dtype, device = x.dtype, x.device
     for weight in weights:
         if weight.dtype != dtype or weight.device != device:
@@ -680,8 +687,8 @@ def _check_parameters(who: str, spec: LayerSpec, x: Tensor, weights: Sequence[Te
 
 
 def _check_kinds(who: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
-    """Raises what is wrong with the kind of the tensors, if anything is: what few callers give, so that it is asked for
-    only where something has failed."""
+    """Raises if a tensor is of a kind that no layer takes. Few callers give such, so it is asked only after something
+    failed."""
     if not isinstance(x, Tensor):
         given = type(x).__name__
         raise TypeError(f"{who}: x should be a tensor, it is of the type {given}; convert it with torch.as_tensor")

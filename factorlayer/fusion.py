@@ -65,7 +65,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
 def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:
     if not paths:
         warnings.warn(f"fuse: nothing in {type(module).__name__} can be fused that is not yet", stacklevel=3)
-    made = [Fused(module.get_submodule(path), implementation) for path in paths]  # all, or none where one fails
+    made = [Fused(module.get_submodule(path), implementation, is_part=True) for path in paths]  # all, or none
     for path, part in zip(paths, made, strict=True):
         module.set_submodule(path, part)
 
@@ -73,9 +73,11 @@ def _put_into(module: nn.Module, paths: list[str], implementation: Implementatio
 class Fused(RunsAsStacks):
     """What fuse returns: the children of a module under their names, called by way of stacks."""
 
-    def __init__(self, module: nn.Module, implementation: Implementation) -> None:
+    _is_part = False  # of a model that calls it, most often with what a graph leaves out
+
+    def __init__(self, module: nn.Module, implementation: Implementation, is_part: bool = False) -> None:
         super().__init__()
-        self._implementation = implementation
+        self._implementation, self._is_part = implementation, is_part
         self._parameters, self._buffers = module._parameters, module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         for name, child in module.named_children():
@@ -123,14 +125,14 @@ class Fused(RunsAsStacks):
 
     def _build(self) -> None:
         module, known = self.module, Reasons()
-        piece = piece_of(module, "", known, self._implementation)
+        piece = piece_of(module, "", known, self._implementation, self._is_part)
         self._stacks: dict[str, LayerStack] = piece.stacks
         self._twin = [piece.twin()]
         self.__dict__["forward"] = _forward(module, piece, self._twin[0])
         self._piece = [piece]  # last: what is set from now on is the module's
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickle: without what can be built again."""
+        """The state for copies and pickle, without what is built again from the module."""
         built = ("_piece", "_stacks", "_twin", "forward")
         kept = {name: value for name, value in self.__dict__.items() if name not in built}
         return kept | {"_frozen": {name: stack.frozen for name, stack in self._stacks.items()}}
@@ -150,7 +152,7 @@ class Fused(RunsAsStacks):
 
 
 def _forward(module: nn.Module, piece: Whole | InParts, twin: nn.Module) -> Callable[..., Any]:
-    """With the module's own arguments."""
+    """The forward of a Fused: a function that takes the module's own arguments."""
 
     def forward(*given: Any, **named: Any) -> Any:
         if whole is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from factorlayer.activations.expression import Expression
-from factorlayer.activations.texts import UserActivation, activation_of, scalars
+from factorlayer.activations.texts import UserActivation, activation_of, computed, scalars
 from factorlayer.autograd.input_ops import explain_inputs, of_inputs
 from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import explain_fused, explain_shards, is_sharded, text_for
@@ -103,11 +103,8 @@ class FactorLinear(Recorded):
         if isinstance(activation, nn.Module):
             kept = dtype is not None and dtype.is_complex  # its parameters stay real: they are p0 of p0 * x
             self.activation = activation.to(device=device, dtype=None if kept else dtype)
-        elif self.chain.activation == "identity":
-            self.activation = None
-        else:  # what a function computes, not the function: that can be pickled
-            program = "/" in self.chain.activation
-            self.activation = Expression.parse(self.chain.activation) if program else self.chain.activation
+        else:
+            self.activation = computed(self.chain.activation)
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -121,7 +118,7 @@ class FactorLinear(Recorded):
         return {name: value for name, value in self.__dict__.items() if name != "projection_error"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of older layers, too, whose implementation could be assigned any name: an unknown one ran naive."""
+        """Restores a pickle. Older layers could be given any name of an implementation; an unknown one ran naive."""
         super().__setstate__(state)
         self.implementation = IMPLEMENTATIONS.get(self.implementation, "naive")
 
@@ -130,8 +127,8 @@ class FactorLinear(Recorded):
         refuse_script("FactorLinear")
 
     def reset_parameters(self) -> None:
-        """Uniform weights, so scaled that the outputs have nn.Linear's variance: a third of the inputs'. Of complex
-        ones, twice that: there, each of the two parts is drawn as a real weight is."""
+        """Draws uniform weights, scaled so that outputs have the variance that nn.Linear's have: a third of the
+        inputs'. Complex outputs have twice that: their real and imaginary parts are each drawn as a real weight is."""
         parts = 2 if self.weights[0].is_complex() else 1
         share = (parts / (3 * self.spec.terms)) ** (1 / len(self.spec.contractions))
         for c in self.spec.contractions:
@@ -142,7 +139,8 @@ class FactorLinear(Recorded):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, input: Input) -> Tensor:
-        """Of input [..., in_features], or of a list of tensors as if it were concatenated along the features."""
+        """Returns y [..., out_features] of input [..., in_features], or of a list of tensors as if it were concatenated
+        along the features."""
         parameters = self._parameters
         weights: list[Tensor]
         bias: Tensor | None
@@ -297,7 +295,8 @@ class FactorLinear(Recorded):
         )
 
     def tuned(self, batch: int, training: bool, who: str) -> Iterator[Tuned]:
-        """Times and keeps, for inference and, if asked for, `training`: each as soon as it is measured."""
+        """Times the layer for inference and, if `training`, for training, and keeps each choice as soon as it is
+        measured."""
         from factorlayer.tuning.candidates import Tuned
 
         weights, x = self.weights, self._no_samples()
@@ -317,15 +316,15 @@ class FactorLinear(Recorded):
         return autocast(x, (), None)[0]
 
     def explain(self, batch: int = 1, inputs: Sequence[int] = ()) -> str:
-        """What a call with `batch` samples computes, moves and runs, in words; of an x that is a list of tensors with
-        so many features each, if `inputs` are given."""
+        """Says in words what a call with `batch` samples computes, moves and runs. `inputs` are the numbers of features
+        of the tensors in a list, if x is one."""
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
         recorded, chain = self._is_recorded(), self.own_chain or self.chain
         chosen = choose(chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
         lines = [
             repr(self),
-            f"{self.parameter_count} parameters, {spec.parameter_count / (spec.in_features * spec.out_features):.2%} "
-            "of the dense weight's",
+            f"{self.parameter_count} parameters, those of the weights "
+            f"{spec.parameter_count / (spec.in_features * spec.out_features):.2%} of the dense weight's",
             f"{batch} samples: {spec.flops(batch):.3e} FLOPs, {2 * batch * spec.in_features * spec.out_features:.3e} "
             f"dense; {spec.elements_moved(batch) * weight.element_size():.3e} bytes moved at least",
         ]

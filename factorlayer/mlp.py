@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from factorlayer.activations.expression import Expression
-from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.activations.texts import UserActivation, activation_of, computed
 from factorlayer.autograd.inputs import Input, are_several, concatenated
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
@@ -83,7 +82,8 @@ class FactorMLP(Recorded, RunsAsStacks):
         count = len(sizes) - 1
         self.layers = nn.ModuleList(layer(i) for i in range(count))
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
-        # Stacks, one behind another, each multiplied by its gate if it has one: in a list, for they own nothing.
+        # Stacks, one behind another, each with the gate that multiplies it, if it has one. They stand in a list, so
+        # that they are no children: they own no parameters.
         self._stacks: list[tuple[LayerStack, LayerStack | None]] = []
         activations = [None if gated else self.activation] * (count - 1) + [self.output_activation]
         each = [(f"layers.{i}", self.layers[i], activations[i]) for i in range(count)]
@@ -97,11 +97,12 @@ class FactorMLP(Recorded, RunsAsStacks):
 
     @property
     def stacks(self) -> list[LayerStack]:
-        """What its layers run as."""
+        """The stacks that its layers run as."""
         return [stack for both in self._stacks for stack in both if stack is not None]
 
     def forward(self, x: Input) -> Tensor:
-        """Of x [..., in], or of a list of tensors as if it were concatenated along the features."""
+        """Returns y [..., out] of x [..., in], or of a list of tensors as if it were concatenated along the
+        features."""
         (stack, gate), *others = self._stacks
         y: Tensor = stack(x) if gate is None else gate(x) * stack(x)
         for stack, gate in others:
@@ -116,7 +117,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         return [layer for layer in (*self.layers, *(self.gates or ())) if isinstance(layer, FactorLinear)]
 
     def understood(self) -> list[str]:
-        """Its layers, one line each."""
+        """The lines of explain(): one for each layer."""
         lines = ["FactorMLP, frozen:" if self.is_frozen else "FactorMLP:"]
         for stack, gate in self._stacks:
             lines += [f"  {line}" for line in stack.explain()]
@@ -130,11 +131,11 @@ class FactorMLP(Recorded, RunsAsStacks):
 
 
 def _kept(activation: UserActivation) -> Activation:
-    """What a function computes, not the function: that can be pickled."""
+    """What the block keeps of an activation: a module itself, and of a function what it computes."""
     stage, _ = activation_of(activation)
     if isinstance(activation, nn.Module):
         return activation
-    return Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+    return computed(stage)
 
 
 def _sizes(width: Width) -> tuple[int, ...]:

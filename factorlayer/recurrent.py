@@ -94,7 +94,8 @@ class FactorGRU(Gated):
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
         self.bidirectional, self.learned_initial = bidirectional, learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         kind = reset, activation, norm, learned_initial
         cells, names = cells_of("FactorGRU", *sizes, *kind, num_layers, 2 if bidirectional else 1)
         self._build(cells, activation, names, implementation, device, dtype)
@@ -116,8 +117,13 @@ class FactorGRU(Gated):
     def _flat_weights(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._flat_weights_names]
 
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """nn.GRU's: the parameters of each layer and direction."""
+        return [[getattr(self, name) for name in cell.shapes] for cell in self.cells]
+
     def flatten_parameters(self) -> None:
-        """nn.GRU's: on a GPU, dense parameters are brought together as cuDNN wants them."""
+        """Brings dense parameters together in memory on a GPU, as cuDNN wants them and nn.GRU does."""
         if self._is_gru and self._is_dense:
             nn.GRU.flatten_parameters(self)  # type: ignore[arg-type]
 
@@ -198,7 +204,7 @@ class FactorGRU(Gated):
             if self.dropout and self.training and layer < self.num_layers - 1:
                 y = F.dropout(y, self.dropout)
             rows = [y]
-        return y, torch.stack(states) if len(states) > 1 else states[0].unsqueeze(0)
+        return y, torch.stack(states)  # of one cell too: h_n is no part of the output, nor of hx, as nn.GRU's is none
 
     def _by_pytorch(self, rows: Tensor, walk: Walk, hx: Tensor | None, parameters: Parameters) -> tuple[Tensor, Tensor]:
         if hx is None:
@@ -225,8 +231,9 @@ class FactorGRU(Gated):
         sizes = [size for size in sizes if size]  # max_seqlen may be more than the longest one
         initial = hx if order is None else hx[:, order]
         given = rows if at is None else rows[at]
+        batch_sizes = torch.tensor(sizes, device="cpu")
         with apart:
-            data, states = torch.gru(given, torch.tensor(sizes), initial[:, : sizes[0]].contiguous(), *how)
+            data, states = torch.gru(given, batch_sizes, initial[:, : sizes[0]].contiguous(), *how)
         states = torch.cat([states, initial[:, sizes[0] :]], dim=1)  # of sequences without steps
         if order is None or at is None:
             return data, states
@@ -245,8 +252,9 @@ class FactorGRU(Gated):
         rank: int = 1,
         implementation: Implementation = "auto",
     ) -> FactorGRU:
-        """The same if it is dense; if not, the nearest: every gate's matrix is a projection (maths/project.py), and
-        `projection_errors` says by their names what these leave."""
+        """The FactorGRU of an nn.GRU: dense, it computes the same; structured, it is the nearest one. Every gate's
+        matrix is a projection then (maths/project.py), and `projection_errors` says, by the names of the matrices, how
+        far off each is."""
         if not isinstance(gru, nn.GRU):
             raise TypeError(f"FactorGRU.from_gru: gru should be an nn.GRU, it is {type(gru).__name__}")
         weight: Tensor = gru.weight_ih_l0  # type: ignore[assignment]
@@ -325,7 +333,8 @@ class FactorGRUCell(Gated):
         super().__init__()
         self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.learned_initial = learned_initial
-        sizes = input_size, hidden_size, bias, structure, input_structure, factors, input_factors, blocks, rank
+        self._sizes = factors, input_factors, blocks, rank
+        sizes = input_size, hidden_size, bias, structure, input_structure, *self._sizes
         cells, names = cells_of("FactorGRUCell", *sizes, reset, activation, norm, learned_initial)
         self._build(cells, activation, names, implementation, device, dtype)
 
@@ -352,11 +361,12 @@ class FactorGRUCell(Gated):
         if len(inputs) == 1:
             self._check_features(input)
         shape = (*input.shape[:-1], self.hidden_size)
-        if hx is not None and tuple(hx.shape) != shape:
-            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it has {tuple(hx.shape)}")
+        if hx is not None and (not isinstance(hx, Tensor) or tuple(hx.shape) != shape):
+            came = f"has {tuple(hx.shape)}" if isinstance(hx, Tensor) else f"is of the type {type(hx).__name__}"
+            raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it {came}")
         (cell,), batch = self.cells, input.shape[:-1].numel()
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
-        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, -1))
+        rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, self.hidden_size))
         x = rows[0]
         initial = self._initials(batch, x, parameters)[0] if hx is None else hx
         training = x.is_cuda and self._is_recorded([*rows, hx, *parameters.values()])
@@ -383,7 +393,7 @@ class FactorGRUCell(Gated):
         rank: int = 1,
         implementation: Implementation = "auto",
     ) -> FactorGRUCell:
-        """Of an nn.GRUCell, as FactorGRU.from_gru."""
+        """The FactorGRUCell of an nn.GRUCell, as FactorGRU.from_gru makes one of an nn.GRU."""
         if not isinstance(cell, nn.GRUCell):
             raise TypeError(f"FactorGRUCell.from_gru: cell should be an nn.GRUCell, it is {type(cell).__name__}")
         made = cls(
@@ -415,7 +425,7 @@ class FactorGRUCell(Gated):
         return self._explained(batch, 1)
 
     def warmup(self, batch: int) -> None:
-        """As FactorGRU.warmup, of a call with `batch` states."""
+        """Compiles and loads what a call with `batch` states needs, as FactorGRU.warmup does."""
         self._warm_up((batch,))
 
     def extra_repr(self) -> str:

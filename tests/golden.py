@@ -153,6 +153,8 @@ def golden() -> tuple[dict[str, str], Counter[str]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "compare"):
+        sys.exit(__doc__)
     what, path = sys.argv[1], Path(sys.argv[2])
     now, counted = golden()
     print(f"{len(now)} cases; plans with each pass: {dict(counted.most_common())}")

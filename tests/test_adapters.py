@@ -366,6 +366,16 @@ def test_columns_behind_all_factors() -> None:
     assert products.kronecker(weights, right[:, :0]).shape == (24, 0)
 
 
+@pytest.mark.parametrize("shape", [(0, 12, 5), (2, 12, 0), (0, 12, 3, 3)])
+def test_no_places(shape: tuple[int, ...]) -> None:
+    """An empty batch of images, for a convolution."""
+    x, weights = drawn(*shape).requires_grad_(), [drawn(4, 3), drawn(5, 4)]
+    y = products.product(x, weights[0], weights[1:], behind=len(shape) - 2)
+    assert y.shape == (shape[0], 20, *shape[2:])
+    y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+
+
 def test_halves_are_contracted_where_that_takes_fewer_multiply_adds() -> None:
     # 32·32 by 32·32: 2 · 32³ by factors; 3 · 8 · 32² by halves
     assert ways.multiply_adds((32, 32), (32, 8), (8, 32)) == (65536, 24576)

@@ -31,8 +31,8 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import BlockDiagonal, LayerSpec
 
 
-def check_float64(case: Case, layout: str = "contiguous", seed: int = 0) -> None:
-    inputs = draw_inputs(case, torch.float64, seed, layout)
+def check_float64(case: Case, layout: str = "contiguous") -> None:
+    inputs = draw_inputs(case, torch.float64, 0, layout)
     found, right = results(case, inputs, "batched"), results(case, inputs, "naive")
     for name, value in right.items():
         scale = float(value.abs().max()) if value.numel() else 0.0

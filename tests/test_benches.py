@@ -104,8 +104,8 @@ def test_select() -> None:
 # Floors.
 
 
-def ceilings(datasheet: dict[str, float] | None = None, bandwidth: float = 4.17e12, rate: float = 746.2e12) -> Ceilings:
-    return Ceilings(lambda _: bandwidth, rate, "a test", datasheet)
+def ceilings(datasheet: dict[str, float] | None = None, rate: float = 746.2e12) -> Ceilings:
+    return Ceilings(lambda _: 4.17e12, rate, "a test", datasheet)
 
 
 def test_work_of_two_factors_by_hand() -> None:

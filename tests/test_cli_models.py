@@ -324,6 +324,7 @@ def test_report_predicts_measures_and_draws(nets: Path) -> None:
         ),
         ("convert --model nets.py:make_model --checkpoint no.safetensors --map *=monarch", "cannot be read"),
         ("convert --model nets.py:make_model --checkpoint 3.safetensors --map *=monarch", "does not fit the model"),
+        ("report --model nets.py:make_model --arch 12", "'--arch': report: arch should be one of 80, 86"),
         (
             "convert --model nets.py:make_model --map *=monarch --device tpu",
             "'--device': the model cannot be moved to tpu",
@@ -344,7 +345,7 @@ def test_what_is_refused(arguments: str, said: str, nets: Path) -> None:
 
 
 def test_without_safetensors(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factorlayer.cli.whole.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("factorlayer.cli.models.importlib.util.find_spec", lambda name: None)
     for option in ("--output", "--checkpoint", "--inputs"):
         done = run("convert", *MODEL, "--map", MONARCH, option, "y.safetensors")
         assert done.exit_code == 2

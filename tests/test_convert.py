@@ -482,6 +482,9 @@ def test_load_dense_projects_what_is_dense(dense: type[nn.Module], turned: objec
     checkpoint["h.0.mlp.c_fc.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"load_dense: h\.0\.mlp\.c_fc\.weight: the dense weight should be"):
         load_dense(plain, checkpoint)
+    checkpoint["h.0.mlp.c_fc.weight"] = torch.full((96, 24) if dense is nn.Linear else (24, 96), torch.inf)
+    with pytest.raises(ValueError, match=r"load_dense: h\.0\.mlp\.c_fc\.weight: the dense weight has infinite numbers"):
+        load_dense(plain, checkpoint)
 
 
 def test_load_dense_keeps_what_modules_have_written_of_themselves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformer import Conv1D, Transformer, tokens, turned
 
 from factorlayer import FactorLinear, convert, load_converted, restore, save_converted
@@ -58,6 +59,31 @@ def test_weights_in_the_same_memory_are_written_once(tmp_path: Path) -> None:
     assert torch.equal(second(tokens()), first(tokens()))
 
 
+class Overlapping(nn.Module):
+    """Tensors in the memory of others: a square weight and its transpose, a buffer and parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.there, self.back = nn.Linear(8, 8), nn.Linear(8, 8, False), nn.Linear(8, 8, False)
+        self.back.weight = nn.Parameter(self.there.weight.detach().T)
+        whole = torch.randn(12)
+        for name, part in (("whole", whole), ("start", whole[:5]), ("table", whole.view(3, 4)), ("one", whole[3:4])):
+            self.register_buffer(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.there(self.first(x)).relu())
+
+
+def test_tensors_in_the_memory_of_others_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first, second, x = Overlapping(), Overlapping(), torch.randn(3, 8)
+    convert(first, {"first": dict(structure="monarch", blocks=2)})
+    save_converted(first, tmp_path / "y.safetensors")
+    load_converted(second, tmp_path / "y.safetensors")
+    assert torch.equal(second(x), first(x)) and second.back.weight.data_ptr() == second.there.weight.data_ptr()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+
+
 def test_a_file_of_the_dense_model_is_loaded_as_it_is(tmp_path: Path) -> None:
     first, second = model(), model(seed=1)
     save_converted(first, tmp_path / "dense.safetensors")
@@ -82,6 +108,37 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="load_dense"):
         load_converted(other, tmp_path / "dense.safetensors")
     assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
+
+
+def test_a_layer_that_is_structured_otherwise_is_refused(tmp_path: Path) -> None:
+    """Whose weights have the same shapes."""
+    plain = nn.Sequential(nn.Linear(8, 8))
+    first, second = copy.deepcopy(plain), copy.deepcopy(plain)
+    convert(first, {"0": dict(structure="monarch", blocks=2, implementation="naive")})
+    convert(second, {"0": dict(factors=((2, 4), (4, 2)), rank=2)})
+    assert [weight.shape for weight in first[0].weights] == [weight.shape for weight in second[0].weights]
+    save_converted(first, tmp_path / "y.safetensors")
+    weights = [weight.clone() for weight in second[0].weights]
+    with pytest.raises(ValueError, match=r"load_converted: 0 is structured otherwise in .*y\.safetensors than in the"):
+        load_converted(second, tmp_path / "y.safetensors")
+    assert all(map(torch.equal, second[0].weights, weights))
+    convert(plain, {"0": dict(structure="monarch", blocks=2)})  # run by another implementation
+    assert load_converted(plain, tmp_path / "y.safetensors") is None
+    assert torch.equal(plain[0].to_dense(), first[0].to_dense())
+
+
+def test_a_model_that_a_file_does_not_fit_stays_dense(tmp_path: Path) -> None:
+    first = model()
+    convert(first, MAPPING)
+    save_converted(first, tmp_path / "y.safetensors")
+    second = model(seed=1)
+    second.more = nn.Linear(4, 4)
+    parts, weights = list(second.modules()), [part.weight.clone() for part in second.h[0].mlp.values()]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "more\.weight"'):
+        load_converted(second, tmp_path / "y.safetensors")
+    assert all(a is b for a, b in zip(second.modules(), parts, strict=True))
+    assert all(torch.equal(part.weight, right) for part, right in zip(second.h[0].mlp.values(), weights, strict=True))
+    assert not second._load_state_dict_pre_hooks
 
 
 @pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000], ids=["no JSON", "a list", "deep"])

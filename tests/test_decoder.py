@@ -216,6 +216,9 @@ def test_hooks_and_parametrizations_are_called() -> None:
     handle.remove()
     scores, _ = definition(modules, *given)  # type: ignore[arg-type]
     assert torch.equal(turned, scores.argmin(1))
+    modules[2].forward = lambda x: -nn.Linear.forward(modules[2], x)  # as Accelerate wraps one module's own
+    assert torch.equal(decoder.step(*given)[0], scores.argmin(1))  # type: ignore[arg-type]
+    del modules[2].forward
     parametrizations.weight_norm(modules[2])
     with torch.no_grad():
         modules[2].parametrizations.weight.original0.mul_(-1)
@@ -231,6 +234,8 @@ def test_its_modules_stay() -> None:
     decoder = GRUDecoder(*modules)
     with pytest.raises(AttributeError, match="GRUDecoder: head is looked at when the decoder is built"):
         decoder.head = nn.Linear(HIDDEN, VOCABULARY)
+    with pytest.raises(AttributeError, match="GRUDecoder: choose is looked at when the decoder is built"):
+        decoder.choose = ("best", 2)
 
     class Turned(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -324,6 +329,15 @@ def test_seeds() -> None:
     second = drawn(GRUDecoder(*modules, ("sample", 2.0)))
     torch.manual_seed(3)
     assert torch.equal(first, drawn(GRUDecoder(*modules, ("sample", 2.0)))) and not torch.equal(first, second)
+    decoder = GRUDecoder(*modules, ("sample", 2.0), seed=(1 << 64) - 1)
+    first = drawn(decoder)
+    decoder.manual_seed(-1)  # the same bits
+    assert torch.equal(first, drawn(decoder))
+    for call in (lambda seed: GRUDecoder(*modules, seed=seed), decoder.manual_seed):
+        with pytest.raises(TypeError, match=r"GRUDecoder: seed should be an integer, it is 1\.5"):
+            call(1.5)
+        with pytest.raises(ValueError, match=f"GRUDecoder: seed should be an integer of 64 bits, it is {1 << 64}"):
+            call(1 << 64)
 
 
 def test_noise_is_philox() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from factorlayer import ACTIVATIONS
+
 ROOT = Path(__file__).parents[1]
 KERNELS = ROOT / "docs" / "kernels"
 INDEX = (KERNELS / "README.md").read_text()
@@ -49,11 +51,25 @@ def test_a_familys_page_has_it_and_its_header() -> None:
         assert Path(header).name in (ROOT / module).read_text()
 
 
+def test_a_users_page_names_every_activation() -> None:
+    names = re.search(r"a name of `factorlayer.ACTIVATIONS` \((.*?)\)", (ROOT / "docs" / "layers.md").read_text(), re.S)
+    assert names is not None
+    assert ["identity", *re.findall(r"`(\w+)`", names[1])] == list(ACTIVATIONS)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_what_it_links_to_is_there(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert [link for link in links if link and not (page.parent / link).exists()] == []
+    links = [link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [file for file, _, _ in links if file and not (page.parent / file).exists()] == []
+    titled = [(page.parent / file if file else page, title) for file, _, title in links if title]
+    assert [(other.name, title) for other, title in titled if title not in titles(other)] == []
+
+
+def titles(page: Path) -> set[str]:
+    """The names by which links find a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.M)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

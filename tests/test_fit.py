@@ -44,9 +44,9 @@ def layer_of(spec: LayerSpec, bias: bool = True, dtype: torch.dtype = torch.floa
     return FactorLinear(spec.in_features, spec.out_features, bias, **sizes, dtype=dtype, **settings)
 
 
-def samples(count: int, features: int, seed: int = 0) -> Tensor:
+def samples(count: int, features: int) -> Tensor:
     """Features that go together, about a mean."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, features, generator=generator, dtype=torch.float64)
     mixed = torch.randn(features, features, generator=generator, dtype=torch.float64)
     return x * torch.logspace(0, -2, features, dtype=torch.float64) @ mixed + 1

@@ -257,6 +257,43 @@ def test_in_place_what_is_one_graph_or_has_fused_methods_is_as_without() -> None
     torch.testing.assert_close(model(x), right)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["feed_forward_chunk", "ff_chunk"])
+def test_in_place_parts_are_called_with_what_their_graphs_leave_out(method: str) -> None:
+    """As BERT's layers are, and ALBERT's, each time with a keyword that their forward does not name."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, **unused: Any) -> Tensor:
+            return x + getattr(self, method)(x if mask is None else x * mask)
+
+    def of_both_layers(self: Layer, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    setattr(Layer, method, of_both_layers)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers if x.isfinite().all() else ():  # which no graph holds
+                x = layer(x, torch.ones_like(x), position=None)
+            return x
+
+    torch.manual_seed(0)
+    plain = Around().double().eval()
+    model = fuse(copy.deepcopy(plain), inplace=True)
+    assert all(len(part.stacks) == 1 for part in model.layers)
+    x = torch.randn(3, 8).double()
+    for each in (model, copy.deepcopy(model)):
+        torch.testing.assert_close(each(x), plain(x))
+
+
 def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:
     torch._dynamo.reset()
 
@@ -542,3 +579,9 @@ def test_transformers_models() -> None:
         assert list(fused.state_dict()) == list(plain.state_dict()) and fused.config is plain.config
     made = [each.generate(IDS + 1, max_new_tokens=4, do_sample=False) for each in (fuse(llama), llama)]
     assert torch.equal(*made)
+    albert = transformers.AlbertModel(transformers.AlbertConfig(**sizes, intermediate_size=32, embedding_size=8)).eval()
+    for plain in (bert, albert):
+        model = fuse(copy.deepcopy(plain), inplace=True)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # that layers run unfused
+            torch.testing.assert_close(model(**given)[0], plain(**given)[0])

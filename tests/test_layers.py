@@ -261,7 +261,7 @@ def test_explain(implementation: str) -> None:
     layer = FactorLinear(1024, 1024, implementation=implementation)
     assert layer.explain(batch=32).splitlines() == [
         repr(layer),
-        "3072 parameters, 0.20% of the dense weight's",
+        "3072 parameters, those of the weights 0.20% of the dense weight's",
         "32 samples: 4.194e+06 FLOPs, 6.711e+07 dense; 2.703e+05 bytes moved at least",
         "  [32, 32, 1] -> [32, 32, 1] by weight_1, one weight",
         "  [1, 32, 32] -> [1, 32, 32] by weight_0, one weight",
@@ -310,6 +310,11 @@ def test_weight_is_an_outline_of_the_matrix(name: str) -> None:
         lambda weight: torch.nn.functional.linear(torch.randn(2, 12), weight),
         lambda weight: nn.init.normal_(weight),
         lambda weight: torch.linalg.norm(weight),
+        lambda weight: weight @ torch.randn(12, 2),  # as Mamba of transformers does
+        lambda weight: torch.randn(2, 20) @ weight,
+        lambda weight: 2 * weight,
+        lambda weight: torch.ones(20, 12) - weight,
+        lambda weight: weight[:4],
     ],
 )
 def test_an_outline_is_not_computed_with(use: Callable[[Any], object]) -> None:

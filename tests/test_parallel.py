@@ -74,11 +74,11 @@ def assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(one, other)
 
 
-def assert_gradients(model: nn.Module, plain: nn.Module, share: float = 1) -> None:
+def assert_gradients(model: nn.Module, plain: nn.Module) -> None:
     """Of parameters, which lie as these do."""
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert parameter.grad.placements == parameter.placements
-        torch.testing.assert_close(parameter.grad.full_tensor(), share * expected.grad)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
 # Layers

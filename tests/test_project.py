@@ -219,6 +219,14 @@ WRONG = {
         ValueError,
         "the dense weight should be [out_features, in_features] = (20, 6), it is (6, 20)",
     ),
+    **{
+        name: (
+            lambda number=number: project(kronecker((2, 3), (4, 5)), torch.full((20, 6), number)),
+            ValueError,
+            "the dense weight has infinite numbers or NaN, to which no matrix is nearest",
+        )
+        for name, number in (("infinite", torch.inf), ("NaN", torch.nan))
+    },
 }
 
 

@@ -107,6 +107,9 @@ def test_layouts(kind: str, implementation: str, layout: str) -> None:
         outputs = unpack_sequence(y)
     right, states = unrolled(module, sequences, hx, starts)
     torch.testing.assert_close((outputs, h), (right, states))
+    if layout == "packed-sorted":  # another way to say the same
+        again = pack_sequence(starts, enforce_sorted=False)
+        torch.testing.assert_close(module(packed, hx, starts=again)[1], states)
     y, right = torch.cat(outputs), torch.cat(right)
     grads = torch.randn_like(y), torch.randn_like(h)
     got, wanted = (
@@ -169,6 +172,7 @@ def test_takes_the_place_of_nn_gru(kind: dict, implementation: str) -> None:
     torch.manual_seed(0)
     ours = FactorGRU(5, 6, dtype=torch.float64, implementation=implementation, **kind)
     torch.testing.assert_close(dict(ours.named_parameters()), dict(theirs.named_parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(ours.all_weights, theirs.all_weights, rtol=0, atol=0)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     sequences = [normal(length, 5) for length in (2, 4, 3)]
@@ -233,10 +237,47 @@ def test_nothing_to_do(kind: str, implementation: str) -> None:
     assert y.shape == (0, 3, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(4, 0, 5))
     assert y.shape == (4, 0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
-    y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64))
-    assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
+    none = torch.zeros(0, dtype=torch.bool)
+    for more in ({}, dict(starts=none), dict(starts=none, max_seqlen=2)):
+        y, h = module(normal(0, 5), hx, cu_seqlens=torch.zeros(4, dtype=torch.int64), **more)
+        assert y.shape == (0, 6 * directions) and torch.equal(h, hx)
     y, h = module(normal(0, 5), cu_seqlens=torch.zeros(1, dtype=torch.int64))
     assert y.shape == (0, 6 * directions) and h.shape == (len(module.cells), 0, 6)
+
+
+@each_implementation
+@pytest.mark.parametrize("layout", ["packed", "cu_seqlens"])
+def test_any_default_device(layout: str, implementation: str) -> None:
+    """What a call makes beside its tensors is where these are."""
+    module, sequences = gru("dense", implementation=implementation), [normal(n, 5) for n in (4, 1, 2)]
+    if layout == "packed":
+        packed = pack_sequence(sequences, enforce_sorted=False)
+        call = lambda: module(packed)[1]  # noqa: E731
+    else:
+        x, bounds = torch.cat(sequences), torch.tensor([0, 4, 5, 7])
+        call = lambda: module(x, cu_seqlens=bounds)[1]  # noqa: E731
+    right = call()
+    with torch.device("meta"):
+        found = call()
+    torch.testing.assert_close(found, right)
+
+
+@each_kind
+@each_implementation
+def test_the_last_state_is_memory_of_its_own(kind: str, implementation: str) -> None:
+    """As nn.GRU's: a rollout that sets ended episodes' states to zero changes neither output nor the state before."""
+    module = gru(kind, implementation=implementation)
+    hx = normal(len(module.cells), 3, 6)
+    with torch.no_grad():
+        for x in (normal(4, 3, 5), normal(1, 3, 5), normal(0, 3, 5)):
+            y, h = module(x, hx)
+            kept = y.clone(), hx.clone()
+            h[:, 0] = 0.0
+            torch.testing.assert_close((y, hx), kept, rtol=0, atol=0)
+            assert h.untyped_storage().nbytes() == h.nbytes  # nor does it keep the output alive
+        _, h = module(normal(0, 3, 5))
+        h += 1  # not the learned initial state
+        assert h.is_contiguous() and not torch.equal(module(normal(0, 3, 5))[1], h)
 
 
 @each_kind
@@ -284,7 +325,7 @@ def test_a_cell_is_one_step(kind: str, implementation: str) -> None:
         made = cell(x, state)
         torch.testing.assert_close(made, module(x[None], None if state is None else state[None])[0][0])
     torch.testing.assert_close(cell(x[0], hx[0]), cell(x, hx)[0])
-    assert cell(x[:0]).shape == (0, 6)
+    assert cell(x[:0]).shape == cell(x[:0], hx[:0]).shape == (0, 6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -311,6 +352,31 @@ def test_copies(kind: str) -> None:
         again.load_state_dict(module.state_dict())
         assert repr(again) == repr(module)
         torch.testing.assert_close(again(x), module(x))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        dict(structure="monarch", input_structure="blocks", blocks=4),
+        dict(structure="monarch", input_structure="blocks", factors=((2, 12), (12, 2))),
+        dict(structure="monarch", blocks=4, num_layers=2),
+        dict(structure="blocks", input_structure="monarch", num_layers=2, bidirectional=True),
+        dict(structure="kronecker", input_structure="monarch", blocks=(2, 4), rank=2),
+        dict(input_structure="monarch", blocks=4, rank=9, num_layers=2),
+        dict(structure="blocks"),
+        dict(structure="kronecker", factors=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [16, 64])
+def test_its_text_builds_it_again(kind: dict, size: int) -> None:
+    """Where no sizes of one layer say what all have, by those that were given."""
+    module = FactorGRU(size, 24, **kind)
+    again = eval(repr(module), {"FactorGRU": FactorGRU})
+    assert again.cells == module.cells and repr(again) == repr(module)
+    of_a_cell = {name: value for name, value in kind.items() if name not in ("num_layers", "bidirectional")}
+    cell = FactorGRUCell(size, 24, **of_a_cell)
+    assert eval(repr(cell), {"FactorGRUCell": FactorGRUCell}).cells == cell.cells
 
 
 PROJECTED = {
@@ -350,6 +416,24 @@ def test_from_gru_is_the_nearest() -> None:
     error = ours.projection_errors["weight_hh_update_l0"].weight
     assert error == pytest.approx((dense[~inside].norm() / dense.norm()).item())
     assert pickle.loads(pickle.dumps(ours)).projection_errors == {}
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_from_gru_of_parametrized_ones(name: str) -> None:
+    """What a parametrization makes of a parameter counts, not what is behind it."""
+    x = normal(2, 3, 4)
+    for theirs, of, given in (
+        (nn.GRU(4, 6, dtype=torch.float64), FactorGRU, x),
+        (nn.GRUCell(4, 6, dtype=torch.float64), FactorGRUCell, x[0]),
+    ):
+        for parameter in [parameter for parameter, _ in theirs.named_parameters()]:
+            nn.utils.parametrize.register_parametrization(theirs, parameter, Doubled())
+        torch.testing.assert_close(of.from_gru(theirs, **PROJECTED[name])(given), theirs(given))
 
 
 @pytest.mark.parametrize(
@@ -478,6 +562,46 @@ WRONG = {
         ValueError,
         "features; it is torch.float32 and has the shape (3, 2)",
     ),
+    "mask's kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=[True]),
+        ValueError,
+        "of the shape (3, 2), that of input without its features; it is of the type list",
+    ),
+    "mask's device": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), starts=torch.zeros(3, 2, dtype=torch.bool, device="meta")),
+        TypeError,
+        "input and starts should be on one device, input is on cpu and starts on meta",
+    ),
+    "mask's lengths": (
+        lambda: FactorGRU(5, 6)(
+            pack_sequence([torch.zeros(n, 5) for n in (3, 1)]),
+            starts=pack_sequence([torch.zeros(2, dtype=torch.bool)] * 2),
+        ),
+        ValueError,
+        "starts is a PackedSequence, so input should be one of the same lengths; its lengths are others",
+    ),
+    "mask's order": (
+        lambda: FactorGRU(5, 6)(
+            pack_sequence([torch.zeros(n, 5) for n in (3, 1)]),
+            starts=pack_sequence([torch.zeros(n, dtype=torch.bool) for n in (1, 3)], enforce_sorted=False),
+        ),
+        ValueError,
+        "its lengths are others",
+    ),
+    "packed mask": (
+        lambda: FactorGRU(5, 6)(
+            torch.zeros(4, 5),
+            starts=pack_sequence([torch.zeros(n, dtype=torch.bool) for n in (3, 1)]),
+            cu_seqlens=torch.tensor([0, 3, 4]),
+        ),
+        ValueError,
+        "starts is a PackedSequence, so input should be one of the same lengths; it is none",
+    ),
+    "cu_seqlens' kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=[0, 3]),
+        TypeError,
+        "integers [sequences + 1] that ascend from 0 to the rows of input; it is of the type list",
+    ),
     "cu_seqlens beside padding": (
         lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5), cu_seqlens=torch.tensor([0, 3])),
         ValueError,
@@ -517,6 +641,11 @@ WRONG = {
         lambda: FactorGRUCell(5, 6)(torch.zeros(3, 5), torch.zeros(2, 6)),
         ValueError,
         "FactorGRUCell: hx should have the shape (3, 6), it has (2, 6)",
+    ),
+    "cell's state's kind": (
+        lambda: FactorGRUCell(5, 6)(torch.zeros(3, 5), (torch.zeros(3, 6),)),
+        ValueError,
+        "FactorGRUCell: hx should have the shape (3, 6), it is of the type tuple",
     ),
     "script": (lambda: torch.jit.script(FactorGRU(5, 6)), RuntimeError, "FactorGRU: torch.jit.script cannot compile"),
 }

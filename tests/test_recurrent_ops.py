@@ -119,10 +119,9 @@ def make_call(
     starts: bool = False,
     together: bool = True,
     activation: str = "tanh",
-    seed: int = 0,
 ) -> Call:
     """`together`: gates are one tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)

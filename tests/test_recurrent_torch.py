@@ -69,6 +69,21 @@ def test_export(kind: str) -> None:
     assert_same(list(torch.export.load(buffer).module()(x)), list(module(x)))
 
 
+@pytest.mark.parametrize("kind", ["dense", "kronecker"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.feature("FactorGRU: torch.jit.trace", result="falls back")
+def test_trace(kind: str) -> None:
+    """PyTorch's own op takes other sizes than the example's, steps that are unrolled no other number."""
+    module, x = gru(kind), torch.randn(3, 2, 4)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, (x,))
+        for given in (x, torch.randn(5, 3, 4)) if kind == "dense" else (x,):
+            assert_same(list(traced(given)), list(module(given)))
+    module.implementation = "fused"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"cannot run: torch\.jit\.trace takes numbers of sequ"):
+        torch.jit.trace(module, (x,))
+
+
 @each_kind
 @pytest.mark.feature("FactorGRU: autocast", result="works")
 def test_autocast(kind: str) -> None:

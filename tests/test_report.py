@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformer import LENGTH, Conv1D, Transformer, tokens, turned
 
-from factorlayer import FactorLinear, convert, report
+from factorlayer import FactorLinear, FactorMLP, convert, fuse, report
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.spec import resolve
 from factorlayer.models.times import dense_spec, layer_us
@@ -81,6 +81,29 @@ def test_an_example_says_how_many_samples_layers_get() -> None:
     found = report(Twice(), torch.zeros(3, 4), measure=True, arch=90)
     assert [line.samples for line in found.lines] == [6, 0]
     assert found.lines[1].after.predicted_us == found.lines[1].after.measured_us == 0 < found.after.measured_us
+
+
+def test_an_example_counts_layers_that_are_not_called_in_the_plainest_way() -> None:
+    """By a keyword, by an encoder that reads their weights in eval mode, in stacks, and in frozen ones."""
+    x = torch.randn(3, 5, 8)
+
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(input=x)
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    stacked = fuse(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)))
+    block = FactorMLP([8, (4, 4), 8], activation="gelu").freeze()
+    for plain in (ByKeyword(), encoder, stacked, block, nn.Sequential(block, nn.LayerNorm(8))):
+        found = report(plain, x)
+        assert {line.samples for line in found.lines} == {15}
+        assert not any(part._forward_hooks for part in plain.modules())
+    assert block.is_frozen and torch.backends.mha.get_fastpath_enabled()
 
 
 def test_errors_are_of_the_weights_as_they_are_where_the_first_were_kept() -> None:

@@ -195,6 +195,7 @@ def test_no_gpus_table_has_complex_numbers() -> None:
         (dict(budget=0.5, of="time", batch=0, arch=90), "batch should be a positive number of samples, it is 0"),
         (dict(budget=0.5, structures=["dense"]), "structures should be some of kronecker, monarch"),
         (dict(budget=0.5, layers="*.mlp.fc"), "selects no layer"),
+        (dict(budget=0.5, layers=[]), "layers should be selectors of the layers that may change, there are none"),
     ],
     ids=lambda value: "" if isinstance(value, str) else repr(value)[5:-1],
 )

@@ -54,10 +54,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, dense: type[nn.Module] = nn.Linear, layers: int = 2) -> None:
+    def __init__(self, dense: type[nn.Module] = nn.Linear) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.ModuleList(Block(dense) for _ in range(layers))
+        self.h = nn.ModuleList(Block(dense) for _ in range(2))
         self.ln_f = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight

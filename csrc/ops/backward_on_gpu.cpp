@@ -11,8 +11,8 @@
 namespace factorlayer {
 namespace {
 
-// The gradient of what a chain activates, from grad_y; or, with "through", of what was activated, from its result. With
-// `sums` these go there, and the gradient may be what is given, turned: x, which comes as what is beside it, too.
+// The gradient of what a chain activates, from grad_y; or, with "through", the gradient of what was activated, from that of
+// its result. With `sums`, sums over samples go there; the gradient may then be x itself, turned, and `beside` is x as well.
 Tensor make_slopes(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
                    const std::optional<Tensor>& bias, const Text& text, std::optional<Tensor>* sums) {
   const Chain& chain = find_chain(text.value);
@@ -54,7 +54,7 @@ Tensor slopes_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tens
   return make_slopes(beside, x, weights, bias, text, nullptr);
 }
 
-// That, and its sums over the samples, the gradient of a bias.
+// The gradient that slopes_cuda makes, and its sums over the samples: the gradient of a bias.
 std::tuple<Tensor, Tensor> slopes_and_sums_cuda(const Tensor& beside, const Tensor& x, const std::vector<Tensor>& weights,
                                                 const std::optional<Tensor>& bias, const Text& text) {
   std::optional<Tensor> sums;
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor> slopes_and_sums_cuda(const Tensor& beside, const Tens
   return {gradient, *sums};
 }
 
-// Over the samples: the gradient of a bias.
+// Sums over the samples: the gradient of a bias.
 Tensor sums_cuda(const Tensor& grad_y, const Text& text) {
   const Chain& chain = find_chain(text.value);
   Tensor sums = new_matrix(grad_y, 1, chain.sums, -1, 1);
@@ -78,8 +78,9 @@ Tensor sums_cuda(const Tensor& grad_y, const Text& text) {
   return sums;
 }
 
-// Of the one weight of the chain, [.. q, p] as [rows, p]: from the states before and behind its contraction. With a bias in
-// one row, whose end is the bias's. Or of a bias alone, if the chain is "sums": grad_y comes as x, too.
+// The gradient of the chain's one weight, [.. q, p] as [rows, p], from the state before its contraction and the gradient behind
+// it. If the chain has a bias, all is one row, which ends in the bias's gradient. If the chain is "sums", it is the gradient of a
+// bias alone, and x is grad_y as well.
 Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& text) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(chain.gradient || (chain.sums && !chain.slope && !chain.through && !chain.turned),
@@ -105,7 +106,7 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   return gradient;
 }
 
-// Elements of the weights of a chain that makes all gradients.
+// Checks the weights of a chain that makes all gradients, and counts their elements.
 int64_t check_weights(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights) {
   STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
                   "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
@@ -119,7 +120,7 @@ int64_t check_weights(const Chain& chain, const Tensor& x, const std::vector<Ten
   return count;
 }
 
-// Gradients of weights, which lie side by side in one tensor.
+// Appends the gradients of weights, which lie side by side in `whole`.
 void add_parts(const Tensor& whole, const std::vector<Tensor>& weights, std::vector<Tensor>& gradients) {
   int64_t from = 0;
   for (const Tensor& weight : weights) {
@@ -128,8 +129,8 @@ void add_parts(const Tensor& whole, const std::vector<Tensor>& weights, std::vec
   }
 }
 
-// Of x and of a bias if they are wanted, bits 1 and 2, and of all weights, which lie side by side: by a plan for all of them
-// at once. A chain with a bias makes this one's as well, behind those, and leaves that of x out if it can.
+// The gradients of x and of a bias, if their bits 1 and 2 are set, and of all weights, by one plan. Those of weights lie side by
+// side. The plan of a chain with a bias makes the bias's gradient behind them, and leaves out that of x if it can.
 std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
                                    const Text& text, int64_t wanted) {
   const Chain& chain = find_chain(text.value);
@@ -170,9 +171,9 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   return gradients;
 }
 
-// All gradients of a layer whose x is several tensors: theirs, then those of the weights, by one
-// plan. Behind the weights a kernel has grad_y, what it makes for a pass behind it, and of the inputs and
-// their gradients all but the first, which are in the places of x and y.
+// All gradients of a layer whose x is several tensors: theirs, then those of the weights, by one plan. A kernel finds the first
+// input and its gradient in the places of x and y. Behind the weights it finds grad_y, what it makes for a pass behind it, and
+// the other inputs and their gradients.
 std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vector<Tensor>& inputs,
                                           const std::vector<Tensor>& weights, const Text& text) {
   const Chain& chain = find_chain(text.value);
@@ -214,7 +215,7 @@ std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vecto
   return gradients;
 }
 
-// Of a stack whose gradients one kernel makes, as the planner knows: all of them, of which the wanted ones are returned.
+// The wanted gradients of a stack whose gradients one kernel makes, as the planner knows. The kernel makes all of them.
 std::vector<Tensor> stack_backward_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& tensors,
                                         const Text& text, const std::vector<int64_t>& wanted) {
   const Stack& layers = find_stack(text.value);

@@ -65,7 +65,7 @@ void check_several(const Chain& chain, const std::vector<Tensor>& inputs) {
   }
 }
 
-// Of all layers, but for x.
+// Checks the tensors of all layers, but not x.
 static void check_tensors(const Stack& stack, const Home& home, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(!stack.backward && !stack.states && !stack.frozen,
                   "factorlayer: a stack with \"backward\", \"states\" or \"frozen\" is no text for this op; leave that word out");
@@ -111,7 +111,7 @@ static void check_matrix(const Tensor& t, const Home& home, int64_t rows, int64_
                   columns, "]");
 }
 
-// What tells where rows lie, or begin again.
+// Checks a tensor that says where rows lie, or where sequences begin again.
 static void check_vector(const std::optional<Tensor>& t, const Home& home, ScalarType dtype, int64_t elements,
                          const char* name) {
   if (!t) return;

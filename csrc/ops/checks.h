@@ -26,7 +26,7 @@ void check_layers(const Stack& stack, const Tensor& x, const std::vector<Tensor>
 // Whether x is the tensors that the chain says, side by side.
 void check_several(const Chain& chain, const std::vector<Tensor>& inputs);
 
-// The same of an x that is several tensors.
+// Whether the tensors are those of the layers, for an x that is several tensors.
 void check_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors);
 
 // Whether the tensor has the elements of all layers' tensors, side by side, and bytes of prepared weights behind them.
@@ -34,12 +34,12 @@ void check_values(const Stack& stack, const Tensor& frozen, int64_t prepared);
 
 void check_frozen(const Stack& stack, const Tensor& x, const Tensor& frozen, int64_t prepared);
 
-// Of a recurrence: how many sequences, steps of the longest one, rows of what has rows, and the strides of rows.
+// The sizes of a recurrence: sequences, steps of the longest one, rows, and the strides of rows.
 struct Walk {
   int64_t sequences, steps, rows, of_sequence, of_step;
 };
 
-// Whether tensors are those of a recurrence. Where rows lie is for those to check who can read the tensors that say it.
+// Whether tensors are those of a recurrence. Callers that can read the tensors which say where rows lie check these themselves.
 Walk check_recurrence(const Recurrence& recurrence, const std::vector<Tensor>& gates, const Tensor& initial,
                       const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
                       const std::optional<Tensor>& starts, const std::optional<Tensor>& first,

@@ -11,7 +11,7 @@
 
 namespace factorlayer {
 
-// A number in the place of an address
+// A number that is handed to a kernel in the place of an address.
 static const void* as_place(int64_t number) { return reinterpret_cast<const void*>(number); }
 static const void* as_place(double number) {
   int64_t bits = 0;
@@ -126,7 +126,7 @@ struct DecodeCall {
     return kept.back().const_data_ptr();
   }
 
-  // Scores are in what sums are kept in.
+  // Scores have the dtype that sums are kept in.
   void make(const Tensor& like) {
     const int32_t sums = like.scalar_type() == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
     made.reserve(2);
@@ -163,7 +163,7 @@ Made decode_on_gpu(const Tensor& tokens, const Tensor& state, const std::optiona
   return {call.made[0], call.made[1]};
 }
 
-// Scores, contiguous, and the tokens that they are of.
+// The tensors of a call that draws: contiguous scores, and the tokens that they belong to.
 struct DrawCall {
   std::vector<Tensor> kept;
   Tensor tokens;
@@ -213,7 +213,7 @@ Tensor draw_on_gpu(const Tensor& scores, const std::optional<Tensor>& places, Te
   return call.tokens;
 }
 
-// Of each sample, from the best one on: in what sums are kept in, and their tokens.
+// The `few` best scores of each sample, from the best one on, in the dtype that sums are kept in, and their tokens.
 Made few_on_gpu(const Tensor& scores, int64_t few) {
   STD_TORCH_CHECK(scores.is_cuda() && scores.dim() == 2 && scores.size(1) < int64_t(1) << 31,
                   "factorlayer: scores of which the best are found must be a CUDA matrix [samples, tokens]");

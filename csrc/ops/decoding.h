@@ -20,7 +20,7 @@ struct DecodeTensors {
 
 void run_decode_on_cpu(const Decoder& decoder, DType dtype, const DecodeTensors& tensors, double temperature);
 
-// `like` is on the GPU and of the decoder's dtype.
+// Launches a step on a GPU. `like` is any tensor there, of the decoder's dtype.
 void run_decode_on_gpu(const Text& text, const Decoder& decoder, const Tensor& like, const DecodeTensors& tensors,
                        double temperature, std::vector<Tensor>& kept);
 

@@ -1,4 +1,4 @@
-// Eager mode, past the dispatcher.
+// The calls of eager mode that go past PyTorch's dispatcher.
 #include "../eager.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace {
 
 using eager::Given;
 
-// Of the tensors of a layer; what the fused kernels do not know is refused.
+// The dtype and device of a layer's tensors. One that the fused kernels do not know is refused.
 struct Site {
   DType dtype;
   int32_t type, index, torch_dtype;
@@ -56,8 +56,8 @@ struct Site {
   }
 };
 
-// Whether kernels can read it as it lies. One without memory stands for zeros, and one whose last stride is not 1 may be
-// another one's imaginary part, negated by name only: both are the dispatcher's business.
+// Whether kernels can read a tensor as it lies. A tensor without memory stands for zeros, and one whose last stride is not 1 may
+// be the imaginary part of another, negated by name only: both are left to the dispatcher.
 bool is_plain(const Given& t, const Given& x, int64_t elements) {
   const bool at_home = t.device_type == x.device_type && t.device == x.device, alike = t.code == x.code && t.bits == x.bits;
   if (!at_home || !alike || t.lanes != 1 || !t.data || t.offset) return false;
@@ -68,16 +68,16 @@ bool is_plain(const Given& t, const Given& x, int64_t elements) {
   return count == elements;
 }
 
-// How many tensors x is.
+// How many tensors x consists of.
 size_t count_of_x(const Chain& chain) { return std::max<size_t>(1, chain.inputs.size()); }
 
-// Whether it is what x is, or a part of it with so many features.
+// Whether `input` has the samples of x and so many features, and kernels can read it.
 bool is_input(const Given& input, const Given& x, int64_t features) {
   return input.dimensions == 2 && x.sizes[0] && input.sizes[0] == x.sizes[0] && input.sizes[1] == features &&
          is_plain(input, x, x.sizes[0] * features);
 }
 
-// Whether they are weights of a chain that makes y, and its bias.
+// Whether the tensors are the chain's weights, and behind them its bias.
 bool are_weights(const Chain& chain, const Given& x, const Given* weights, size_t given) {
   if (given != chain.weights() + chain.bias || !chain.makes_y() || chain.turned || chain.x_turned) return false;
   const size_t count = chain.contractions.size();
@@ -94,7 +94,7 @@ bool are_weights(const Chain& chain, const Given& x, const Given* weights, size_
   return bias.dimensions == 1 && is_plain(bias, x, chain.out_features());
 }
 
-// Whether they are what x is, weights and a bias of the chain.
+// Whether the tensors are those that x consists of, the chain's weights and its bias.
 bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   const Given& x = tensors[0];
   const size_t of_x = count_of_x(chain);
@@ -104,7 +104,7 @@ bool are_of_layer(const Chain& chain, const Given* tensors, size_t given) {
   return true;
 }
 
-// Whether they are x and what each layer has, layer by layer.
+// Whether the tensors are x and the weights and biases of the stack, layer by layer.
 bool are_of_stack(const Stack& stack, const Given* tensors, size_t given) {
   const Given& x = tensors[0];
   if (stack.backward || stack.states || stack.frozen || !stack.layers[0].inputs.empty()) return false;
@@ -118,8 +118,8 @@ bool are_of_stack(const Stack& stack, const Given* tensors, size_t given) {
   return at == given;
 }
 
-// Numbers of samples that a layer's kernels are taken for, a bit for each power of two that they round up to: without a
-// backward pass, and with one.
+// The numbers of samples that a layer's kernels are taken for, without a backward pass and with one: a bit for each power of two
+// that they round up to.
 struct Taken {
   std::atomic<uint64_t> batches[2] = {};
 };
@@ -135,24 +135,24 @@ uint64_t bit_of(int64_t batch) {
   return bit;
 }
 
-// Elements of the weight of a layer that is one product: autograd/stack_ops.py has the same number.
+// The most elements of a dense weight whose product is not left to a library: LARGEST_DENSE of autograd/stack_ops.py.
 constexpr int64_t kLargestDense = int64_t(1) << 19;
 
-// Of what find_chain or find_stack made of a text
+// Whether take() has named these kernels. `chain` is what find_chain or find_stack made of a text.
 bool is_taken(const void* chain, const Site& site, int64_t batch, bool recorded) {
   const Taken* found = all_taken().find({chain, site.dtype, 0, site.index});
   return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
 }
 
-// What factorlayer/functional.py takes these kernels for: on a GPU what it has said, on a CPU all but large products, and
-// those of 16 bits, as a layer that is nothing else.
+// Whether factorlayer/functional.py would choose the fused kernels: on a GPU if it has said so, on a CPU unless the layer is one
+// product that is large or of 16 bits.
 bool is_small(const Chain& layer) { return layer.contractions.size() > 1 || layer.contractions[0].weight_size() <= kLargestDense; }
 bool has_vectors(const Site& site) { return site.dtype == DType::float32 || site.dtype == DType::float64; }
 bool is_chosen(const Chain& chain, const Site& site, int64_t batch, bool recorded) {
   if (!site.is_cpu) return is_taken(&chain, site, batch, recorded);
   return chain.contractions.size() > 1 || (is_small(chain) && has_vectors(site));
 }
-// And factorlayer/stacks/stack.py for these.
+// Whether factorlayer/stacks/stack.py would.
 bool is_chosen(const Stack& stack, const Site& site, int64_t batch, bool recorded) {
   if (!site.is_cpu) return is_taken(&stack, site, batch, recorded);
   return has_vectors(site) && std::all_of(stack.layers.begin(), stack.layers.end(), is_small);
@@ -163,7 +163,7 @@ bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
          cuda::find_program({&chain, site.dtype, cuda::batch_class(batch), site.index});
 }
 
-// x, and weights and bias of each layer, on a CPU
+// The problem that kernels of a CPU solve: x, and the weights and bias of each layer.
 cpu::Problem problem_of(std::vector<const Chain*> layers, DType dtype, const Given* tensors, size_t given) {
   for (const Chain* layer : layers)
     STD_TORCH_CHECK(layer->program || cpu::has_activation(layer->activation), "factorlayer: unknown stage ", layer->activation);
@@ -187,7 +187,7 @@ eager::Handle handle_of(const Tensor& tensor) {
   return handle;
 }
 
-// All gradients of a layer at once, without the bias's and with it: what autograd/backward.py would ask for.
+// The texts that autograd/backward.py would ask for all gradients of a layer at once: without the bias's, and with it.
 struct Back {
   Text texts[2];
   const Chain* chains[2] = {nullptr, nullptr};
@@ -226,7 +226,7 @@ std::vector<Tensor> gradients_on_cpu(const Chain& chain, const Site& site, const
   return made;
 }
 
-// Of layers, or an x that is several tensors: those whose bit is set, in the order of the tensors.
+// The gradients of several layers, or of an x that is several tensors: those whose bit is set, in the order of the tensors.
 std::vector<Tensor> gradients_in_order(const std::vector<const Chain*>& layers, const Site& site, const Given* tensors, size_t given,
                                        int64_t wanted) {
   const cpu::Problem problem = problem_of(layers, site.dtype, tensors + 1, given - 1);
@@ -244,7 +244,7 @@ std::vector<Tensor> gradients_in_order(const std::vector<const Chain*>& layers, 
   return made;
 }
 
-// By one plan for all of them, of a chain that back_of has made.
+// All gradients by one plan. `chain` is one that back_of has made.
 std::vector<Tensor> gradients_on_cuda(const Chain& chain, const Text& text, const Site& site, const Given* tensors,
                                       int64_t wanted) {
   const Given *const x = tensors + 1, *const weights = tensors + 2;
@@ -286,7 +286,7 @@ void eager::take(const std::string& text, const std::string& dtype, int device, 
   taken.batches[recorded] |= bit_of(batch);
 }
 
-// What a stack makes: on a GPU only what take() has named, by one plan, and unrecorded.
+// The y of a stack. On a GPU it is made only if take() has named the stack, by one plan, and unrecorded.
 static eager::Handle forward_of_stack(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
   const Stack& stack = find_stack(text);
   const Given& x = tensors[0];
@@ -344,7 +344,7 @@ eager::Handle eager::forward(const std::string& text, bool chooses, bool recorde
   return handle_of(y);
 }
 
-// On a GPU, autograd/stack_ops.py knows what makes them.
+// The gradients of a stack on a CPU; none on a GPU, where autograd/stack_ops.py decides what makes them.
 static std::vector<Tensor> gradients_of_stack(const Stack& stack, const std::vector<Given>& tensors, int64_t wanted) {
   const Given &grad_y = tensors[0], &x = tensors[1];
   if (x.device_type != 1 || !are_of_stack(stack, tensors.data() + 1, tensors.size() - 1)) return {};
@@ -380,7 +380,7 @@ std::vector<eager::Handle> eager::gradients(const std::string& text, const std::
   return handles;
 }
 
-// Of so many sizes, as kernels read it.
+// Whether a tensor has these sizes and kernels can read it as it lies.
 static bool is_plain(const Given& t, const Given& x, std::initializer_list<int64_t> sizes) {
   int64_t count = 1;
   for (int64_t size : sizes) count *= size;

@@ -10,7 +10,7 @@
 namespace factorlayer {
 namespace {
 
-// Where kernels find what x is, if it is several tensors: the first in x's place, the others as weights from the `second` on.
+// Says where kernels find the tensors that x is: the first in x's place, the others as weights from the `second` on.
 cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, size_t second, cuda::Params& params,
                       std::vector<Tensor>& kept) {
   cuda::Rows rows{second, {}};
@@ -21,7 +21,7 @@ cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, siz
   return rows;
 }
 
-// Of x, or of the tensors that it is.
+// The y of a chain for x, or for the tensors that x is.
 Tensor run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const std::vector<Tensor>& weights,
                  const std::optional<Tensor>& bias, const Text& text) {
   const Tensor& x = inputs[0];
@@ -55,7 +55,7 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return run_chain(chain, {x}, weights, bias, text);
 }
 
-// Of layers that one kernel takes, as the planner knows: what the last one makes, or what each does.
+// What the last layer makes, or what each layer does, of layers that one kernel takes, as the planner knows.
 std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors,
                                const Text& text, bool states) {
   const Chain& chain = stack.layers.front();
@@ -84,7 +84,7 @@ std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& in
   return made;
 }
 
-// Of a stack that one kernel takes, or of a single layer.
+// The y of a stack that one kernel takes, or of a single layer.
 Tensor run_stack(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& text) {
   if (stack.layers.size() > 1) return run_layers(stack, inputs, tensors, text, false).back();
   const bool has_bias = stack.layers[0].bias;  // a chain's plan
@@ -99,7 +99,7 @@ Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, c
   return run_stack(stack, {x}, tensors, text);
 }
 
-// Of an x that is several tensors.
+// The y of an x that is several tensors.
 Tensor inputs_forward_cuda(const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(!inputs.empty() && inputs[0].is_cuda(), "factorlayer: inputs must be CUDA tensors, as the others are");
@@ -107,7 +107,7 @@ Tensor inputs_forward_cuda(const std::vector<Tensor>& inputs, const std::vector<
   return run_stack(stack, inputs, tensors, text);
 }
 
-// What each layer makes, of a stack that one kernel takes.
+// What each layer of a stack makes, if one kernel takes the stack.
 std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
@@ -115,7 +115,7 @@ std::vector<Tensor> stack_states_cuda(const Tensor& x, const std::vector<Tensor>
   return run_layers(stack, {x}, tensors, Text{text.value + " | states"}, true);
 }
 
-// Of a frozen stack: bytes that the plans of all classes of batches need for prepared weights, and those before one's.
+// Bytes of a frozen stack's prepared weights: `all` that the plans of all classes of batches need, and those `before` one class's.
 struct Prepared {
   int64_t all = 0, before = 0;
   bool own = false;  // whether that one needs any
@@ -129,7 +129,7 @@ struct Prepared {
   }
 };
 
-// Where the tensors of a frozen stack's layers are.
+// Says where the tensors of a frozen stack's layers are.
 void set_weights(cuda::Params& params, const Stack& stack, const char* first, int64_t bytes) {
   const size_t count = stack.places.size() - 1;
   STD_TORCH_CHECK(count <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
@@ -137,7 +137,7 @@ void set_weights(cuda::Params& params, const Stack& stack, const char* first, in
   for (size_t i = 0; i < count; ++i) params.weights[i] = first + stack.places[i] * bytes;
 }
 
-// What the kernels for each class of batches prepare of weights, class by class. `values` has the tensors of all layers.
+// The weights as the kernels for each class of batches prepare them, class by class. `values` has the tensors of all layers.
 Tensor stack_prepare_cuda(const Tensor& values, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(values.is_cuda(), "factorlayer: frozen layers must be a CUDA tensor for kernels to prepare");
@@ -161,7 +161,7 @@ Tensor stack_prepare_cuda(const Tensor& values, const Text& text) {
   return made;
 }
 
-// `frozen` has the tensors of all layers, side by side, and behind them what stack_prepare makes of them.
+// The y of a frozen stack. `frozen` has the tensors of all layers, side by side, and behind them what stack_prepare makes of them.
 Tensor stack_frozen_cuda(const Tensor& x, const Tensor& frozen, const Text& text) {
   const Stack& stack = find_stack(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");

@@ -20,7 +20,7 @@ int threads_for(double multiply_adds) {
   return multiply_adds < least ? 1 : int(torch::stable::get_num_threads());
 }
 
-// Multiply-adds that take as long as a number that a contraction reads or makes does, and one that an activation makes.
+// The work of a number that a contraction reads or makes, and of one that an activation makes, in multiply-adds that take as long.
 constexpr double kMovedWork = 8, kActivatedWork = 32;
 
 int threads_for(const cpu::Problem& problem) {
@@ -60,7 +60,7 @@ struct Call {
     for (const Tensor& tensor : given) append(tensor);
   }
 
-  // Of an x that is several tensors, the first of which stands where x would.
+  // A call with an x that is several tensors. The first of them stands in the place of x.
   Call(const std::vector<Tensor>& inputs, const std::vector<Tensor>& given, const Stack& stack) {
     STD_TORCH_CHECK(!inputs.empty(), "factorlayer: x is no tensor at all");
     begin(inputs[0], inputs.size() + given.size() + 1);
@@ -71,7 +71,7 @@ struct Call {
       problem.inputs.push_back(tensors.emplace_back(as_contiguous(input)).const_data_ptr());
   }
 
-  // With the tensors of all layers in one.
+  // A call with the tensors of all layers in one.
   Call(const Tensor& x, const Tensor& frozen, const Stack& stack) {
     begin(x, 2);
     check_frozen(stack, x, frozen, 0);
@@ -169,7 +169,7 @@ Tensor stack_frozen(const Tensor& x, const Tensor& frozen, const Text& stack) {
   return forward_of(Call(x, frozen, find_stack(stack.value)));
 }
 
-// The same of an x that is several tensors: `wanted` has places in (*inputs, *tensors).
+// stack_forward and stack_backward for an x that is several tensors: `wanted` has places in (*inputs, *tensors).
 Tensor inputs_forward(const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors, const Text& stack) {
   return forward_of(Call(inputs, tensors, find_stack(stack.value)));
 }

@@ -10,7 +10,7 @@ namespace factorlayer {
 
 void parallel(int64_t count, const std::function<void(int64_t)>& task);
 
-// One thread for work that takes less time than waking another.
+// How many threads to use: one for work that takes less time than waking another.
 int threads_for(double multiply_adds);
 int threads_for(const cpu::Problem& problem);
 

@@ -20,7 +20,7 @@ namespace {
 
 std::string instruction_set() { return cpu::instruction_set(); }
 
-// The planner, or what the cache keeps of it, is asked nothing but this.
+// Checks a question before the planner or the cache is asked it.
 python::Limits check_question(const std::string& chain, const std::string& dtype, int64_t batch_class,
                               int64_t capability, int64_t processors, int64_t shared_bytes, int64_t memory_rate) {
   if (is_of_decoder(chain))
@@ -40,7 +40,7 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
   return {int(capability), int(processors), int(shared_bytes), int(memory_rate)};
 }
 
-// What else the planner is asked, has_plan for one: it may have to compare many plans, so its answers are kept, too.
+// Asks the planner for anything but a plan, such as has_plan. It may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
                         int64_t shared_bytes, int64_t memory_rate) {
   const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted",    "times_of_few", "times_of_some",
@@ -133,7 +133,7 @@ std::vector<std::string> fill_cache(const Text& plan) {
 
 constexpr size_t MOST_OPTIONS = 64;
 
-// The cubin (empty if there is none), the log, and what went wrong.
+// Returns the cubin (empty if there is none), the log, and what went wrong.
 std::tuple<Tensor, std::string, std::string> compile(const Text& source, const Text& kernel, const Text& architecture,
                                                      const std::vector<Text>& options) {
   STD_TORCH_CHECK(is_kernel_name(kernel.value), "factorlayer: a kernel's name should be at most ", MOST_NAME,
@@ -169,7 +169,7 @@ std::vector<std::string> compiler() {
   return {cuda::find_compiler()->version, cuda::find_compiler()->path};
 }
 
-// A line for each: file, bytes, whole or damaged, kernel or plan, name, architecture, compiler, package.
+// A line for each file of the cache: its name, bytes, whole or damaged, kernel or plan, name, architecture, compiler, package.
 std::vector<std::string> cache_entries() {
   std::vector<std::string> lines;
   for (const cache::Entry& entry : cache::entries())

@@ -47,7 +47,7 @@ struct RecurrentCall {
     threads = threads_for(work * double(chain.rank) * double(kGates) * double(steps));
   }
 
-  // [rows, columns], zero where no sequence has a row.
+  // A new tensor [rows, columns]. Rows that belong to no sequence are zero.
   Tensor new_rows(int64_t columns) const {
     Tensor made = new_matrix(tensors[0], problem.rows, columns);
     cpu::prefer_huge_pages(made.mutable_data_ptr(), made.numel() * int64_t(made.element_size()));
@@ -59,7 +59,7 @@ struct RecurrentCall {
   const void* pointer(const Tensor& t) { return tensors.emplace_back(as_contiguous(t)).const_data_ptr(); }
   const void* pointer(const std::optional<Tensor>& t) { return t ? pointer(*t) : nullptr; }
 
-  // Whether all steps have a row, and each its own.
+  // Checks that every step has a row, and no two the same.
   void check_rows() {
     for (int64_t i = 0; i < problem.sequences; ++i) {
       const int64_t length = problem.length(i);
@@ -87,7 +87,7 @@ struct RecurrentCall {
       }
   }
 
-  // Steps of all sequences side by side, or sequences: of so many steps, each has its row.
+  // Whether rows are the steps of all sequences one behind another, or the sequences, so that every step has its row.
   bool is_plain() const {
     return (problem.of_sequence == 1 && problem.of_step == problem.sequences) ||
            (problem.of_step == 1 && problem.of_sequence == problem.steps);
@@ -105,8 +105,8 @@ Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const
   return output;
 }
 
-// Of the gates, of what stands beside them (a reset after the product: of the candidate's product; before it: r * h), and
-// of the initial state.
+// The gradients of the gates and of the initial state, and between these what stands beside the gates: with the reset after the
+// product the gradient of the candidate's product, with the reset before it r * h.
 std::vector<Tensor> recurrence_backward(const Tensor& grad_output, const Tensor& output, const std::vector<Tensor>& gates,
                                         const Tensor& initial, const std::vector<Tensor>& weights,
                                         const std::optional<Tensor>& bias, const std::optional<Tensor>& starts,

@@ -1,5 +1,5 @@
-// The raw ops of a recurrence on a GPU: all of its steps, slopes of all steps, and what goes back by these. autograd/
-// recurrent_ops.py makes recurrence_backward of the last two.
+// The raw ops of a recurrence on a GPU: all of its steps, the slopes of all steps, and the way back by these slopes.
+// autograd/recurrent_ops.py makes recurrence_backward of the last two.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -11,7 +11,7 @@
 namespace factorlayer {
 namespace {
 
-// A kernel's tensors, in their places behind the weights, and numbers as if they were addresses.
+// Puts a kernel's tensors into their places behind the weights, and numbers as if they were addresses.
 struct Places {
   std::vector<Tensor> kept;
   cuda::Params params{};
@@ -27,9 +27,10 @@ struct Places {
                     cuda::MAX_WEIGHTS - kOthers, " weights at most, ", tensors.size(), " were given");
     for (const Tensor& t : tensors) add(t);
   }
-  // Inputs of the gates, the first of which is x
+  // Adds the inputs of the gates. The first of them is x.
   void add_gates(const std::vector<Tensor>& gates, int64_t hidden) { params.x = add_by_gate(gates, hidden, 1); }
-  // Those from `from` on, of three tensors or of one whose rows have all three side by side. Returns the first one's address.
+  // Adds the gates' tensors from the gate `from` on, of three tensors or of one whose rows have all three side by side. Returns
+  // the first gate's address.
   const void* add_by_gate(const std::vector<Tensor>& tensors, int64_t hidden, int from) {
     const void* const first = address(tensors[0]);
     const int64_t size = int64_t(tensors[0].element_size());
@@ -50,7 +51,7 @@ void launch(Places& places, const std::string& text, const Tensor& like, int64_t
   run_on_cuda(Text{text}, &find_asked(text), like, 0, 0, places.params, places.kept);
 }
 
-// [rows, columns], zero where it may be that no sequence has a row.
+// A new tensor [rows, columns]. It is zero if there may be rows that belong to no sequence.
 Tensor new_rows(const Tensor& like, const Walk& walk, int64_t columns, bool ragged) {
   Tensor made = new_matrix(like, walk.rows, columns);
   if (ragged || walk.rows != walk.sequences * walk.steps) torch::stable::zero_(made);
@@ -85,7 +86,8 @@ Tensor recurrence(const std::vector<Tensor>& gates, const Tensor& initial, const
   return output;
 }
 
-// Slopes of reset, update and candidate, reset, and what is left of update to 1, of all rows: kernels/recurrent/recurrent_slopes.cuh.
+// Five tensors of all rows: the slopes of reset, update and candidate, the reset, and 1 minus the update
+// (kernels/recurrent/recurrent_slopes.cuh).
 // Products of all gates are three tensors, or one, as the gates' inputs are.
 std::vector<Tensor> recurrence_slopes(const std::vector<Tensor>& gates, const Tensor& before, const std::vector<Tensor>& products,
                                       const std::optional<Tensor>& bias, const Text& text) {
@@ -117,8 +119,8 @@ std::vector<Tensor> recurrence_slopes(const std::vector<Tensor>& gates, const Te
   return made;
 }
 
-// Gradients of the gates' inputs, of the candidate's product where the reset stands behind it, and of the initial state, by the
-// slopes that recurrence_slopes makes. The recurrence is one without a bias, and `initial` like its initial state.
+// The gradients of the gates' inputs, of the candidate's product where the reset stands behind it, and of the initial state, by
+// the slopes that recurrence_slopes makes. The recurrence has no bias, and `initial` is a tensor like its initial state.
 std::vector<Tensor> recurrence_through(const Tensor& grad_output, const std::vector<Tensor>& slopes, const Tensor& initial,
                                        const std::vector<Tensor>& weights, const std::optional<Tensor>& starts,
                                        const std::optional<Tensor>& first, const std::optional<Tensor>& lengths,

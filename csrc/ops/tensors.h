@@ -60,7 +60,7 @@ inline DType dtype_named(const std::string& name) {
   STD_TORCH_CHECK(false, "factorlayer: a dtype should be float64, float32, bfloat16 or float16, it is \"", shown(name), "\"");
 }
 
-// Where a tensor is, and of what: asked of x once for all tensors that are compared with it.
+// A tensor's device and dtype. x is asked once, for all tensors that are compared with it.
 struct Home {
   int32_t type = 0, index = 0, dtype = 0;
   bool is_cpu;
@@ -73,11 +73,11 @@ struct Home {
   }
 };
 
-// As the kernels read it. Looking costs less than Python's own contiguous().
+// The tensor as kernels read it. To look first costs less than PyTorch's own contiguous().
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
-// Uninitialised, on x's device, of x's dtype or another. The stable new_empty takes a microsecond more, in which it looks
-// an operator up by name. With one dimension, of one row, a vector.
+// A new tensor with any values, on x's device, of x's dtype or another. The stable new_empty takes a microsecond more, in which
+// it looks an operator up by name. With one dimension it is a vector, of one row.
 inline Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t dtype = -1, int dimensions = 2) {
   int32_t type = 0, index = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
@@ -85,7 +85,7 @@ inline Tensor new_matrix(const Tensor& x, int64_t rows, int64_t columns, int32_t
   if (dtype < 0) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   AtenTensorHandle made = nullptr;
-  // PyTorch writes to stderr what went wrong, and returns that something did.
+  // PyTorch writes to stderr what went wrong, and only returns that something did.
   const int from = 2 - dimensions;
   if (aoti_torch_empty_strided(dimensions, sizes + from, strides + from, dtype, type, index, &made))
     throw std::runtime_error(std::string(x.is_cuda() ? "CUDA " : "") + "out of memory: factorlayer could not allocate [" +

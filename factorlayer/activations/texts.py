@@ -27,6 +27,12 @@ def activation_of(activation: Any) -> tuple[str, tuple[str, ...]]:
 activation_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def computed(stage: str) -> Expression | str | None:
+    """What a module keeps of an activation that is no module: the stage's name, or, of a function, the expression that
+    it computes, which can be pickled. The identity is None."""
+    return Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+
+
 def scalars(module: Any, names: tuple[str, ...]) -> list[Tensor]:
     """The module's parameters as they are now: they may have been moved, replaced or parametrized."""
     found = []

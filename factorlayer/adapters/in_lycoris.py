@@ -27,7 +27,10 @@ class LokrModule(theirs.LokrModule):
         return y
 
     def bypass_forward_diff(self, h: Tensor, scale: float = 1) -> Tensor:
-        dropped: Tensor = self.drop(_delta(self, h, scale))
+        delta = _delta(self, h, scale)
+        if self.training and self.dropout:
+            delta = delta.contiguous()  # as theirs is: numbers are drawn in the order of memory
+        dropped: Tensor = self.drop(delta)
         return dropped
 
     def _rebuild_forward(self, x: Tensor, *args: Any, **named: Any) -> Tensor:

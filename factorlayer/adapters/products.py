@@ -23,7 +23,7 @@ def product(x: Tensor, first: Tensor, second: Sequence[Tensor], behind: int = 0)
     """x (first ⊗ second)ᵀ along the axis of x that has `behind` axes behind it; second is (w2,) or (a, b)."""
     if not behind:
         return _rows(x, first, second)
-    if not ways.is_by_chain(x) or not x.is_contiguous():
+    if not ways.is_by_chain(x) or not x.is_contiguous() or not x.numel():
         return _rows(x.movedim(-1 - behind, -1), first, second).movedim(-1, -1 - behind)
     shape, at = x.shape, x.dim() - 1 - behind
     rows = x.reshape(*shape[:at], math.prod(shape[at:]))

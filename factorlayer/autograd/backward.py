@@ -54,11 +54,13 @@ def _before_activation(
 
 @dataclass(frozen=True)
 class Ops:
-    """What it is made of: raw ops, or what stands in for them. `fits` says which chains have a kernel: for all
-    gradients at once, in all_gradients (which returns those of x and of a bias if their bits are set), or a product and
-    the slopes behind or before it, in slopes, or these with the sums of what they make; `fits_few` which have one for
-    few samples. `us` predicts what a text's kernels take for so many samples. What learns in an activation has
-    PyTorch's."""
+    """What gradients are made of: the raw ops, or what stands in for them.
+
+    `fits` says which chains have a kernel. all_gradients makes all gradients of a chain at once, those of x and of a
+    bias if their bits are set. slopes makes a product and the slopes behind or before it, and slopes_and_sums the sums
+    of that as well. `fits_few` says which chains have a kernel for few samples. `us` predicts how long a text's kernels
+    take for a number of samples. `learned` makes the gradients of an activation's parameters, by PyTorch.
+    """
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, str], Tensor]
@@ -78,7 +80,7 @@ class Ops:
 
 @dataclass(frozen=True)
 class Visit:
-    """Contractions gone back through together. `weights` are their places among the layer's, in order."""
+    """Contractions that the way back goes through together. `weights` are their places among the layer's, in order."""
 
     part: Chain
     weights: tuple[int, ...]
@@ -95,7 +97,7 @@ class Visit:
 
     @kept
     def turned(self) -> bool:
-        """Whether the states before and behind it are."""
+        """Whether the states before and behind the visit are turned."""
         first = self.part.contractions[0]
         alone = len(self.part.contractions) == 1
         return self.learns and not (self.at_once and not alone) and not first.tied and first.inner > 1
@@ -128,19 +130,19 @@ class Visit:
 
     @kept
     def gradient(self) -> str:
-        """What makes gradients of the weights."""
+        """The text that makes gradients of the visit's weights."""
         if self.at_once:
             return self.visited.text
         return self.summed.text if self.orders else replace(self.summed, mixed=None).text
 
     @property
     def summed(self) -> Chain:
-        """What makes its weight's gradient, in order."""
+        """The chain that makes the gradient of its one weight, in order."""
         return replace(self.part, x_turned=self.turned, gradient=True, mixed=self.mixed)
 
     @property
     def visited(self) -> Chain:
-        """What makes all gradients at once."""
+        """The chain that makes all gradients of the visit at once."""
         return replace(
             self.part,
             backward=True,
@@ -153,7 +155,7 @@ class Visit:
 
     @kept
     def back(self) -> str:
-        # Nothing is to be turned of a mode that nothing lies behind, but what a turn has rounded is not rounded again.
+        # If no mode lies behind, "turned" changes no order; but it says that a turn has rounded x already.
         x_turned = self.turned or (self.mixed is not None and self.part.tf32)
         back = replace(_back(self.part), x_turned=x_turned, turn=self.hands_back)
         return replace(back, slabs=1).text if self.hands_slabs else back.text
@@ -177,9 +179,9 @@ def gradients(
     wanted: int,
     through: str = "identity",
 ) -> list[Tensor]:
-    """Those whose bit is set (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights behind those of the
-    contractions are parameters of the activation. If another activation made x, its gradient may be that of what this
-    took: back `through` it."""
+    """The gradients whose bit is set in `wanted` (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights
+    behind those of the contractions are parameters of the activation. If an activation of another layer made x, the
+    gradient of x may be taken back `through` it, so that it is that of what this activation took."""
     fits = ops.fits_of(len(x))
     only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
@@ -225,9 +227,9 @@ def gradients(
 
 
 def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
-    """What makes the bias's gradient with the weight's, or with all others, if that is to be, and what goes back to
-    the contractions."""
-    # Each of several terms turns what it takes, and all of them go back together from what is not turned.
+    """Two answers: the text that makes the bias's gradient with the weight's, or with all others, if one does; and the
+    texts that go back from grad_y to the contractions."""
+    # Terms of a sum turn grad_y for themselves, as the chain back of all terms reads it unturned.
     turn = turn_behind(visits_of(ops, text, wanted, batch)) if Chain.parse(text).rank == 1 else None
     return _planned_behind(text, wanted, turn, ops.fits_of(batch), ops.us(batch) if ops.us else None)
 
@@ -262,8 +264,8 @@ def back_to_contractions(
     weights: Sequence[Tensor] = (),
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of what contractions make, and its sums, by the texts of behind_texts(); or of columns_texts(), if x
-    is what is activated."""
+    """The gradient of what the contractions make, and its sums, by the texts of behind_texts(); or by those of
+    columns_texts(), if x is what is activated."""
     given, summed = x, None
     for text in texts:
         chain = Chain.parse(text)
@@ -339,7 +341,7 @@ def hollow(*shape: int) -> Tensor:
 
 
 def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
-    """Its weights and bias."""
+    """A layer's weights and bias as hollow tensors."""
     weights = [hollow(1)] * chain.weights
     for c in chain.contractions:
         weights[c.weight] = hollow(*([chain.rank] if chain.rank > 1 else []), c.weight_size // (c.q * c.p), c.q, c.p)
@@ -350,13 +352,13 @@ def texts(
     text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
 ) -> list[tuple[str, int]]:
     """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
-    return list(dict.fromkeys(runs(text, fits, batch, wanted, us)))
+    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us)))
 
 
-def runs(
+def launched_texts(
     text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
 ) -> list[tuple[str, int]]:
-    """The same, as often as they run: of terms by themselves, for each."""
+    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term."""
     chain = Chain.parse(text)
     weights, bias = hollow_layer(chain)
     given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
@@ -369,8 +371,9 @@ def runs(
 def _all_terms(
     ops: Ops, chain: Chain, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int
 ) -> dict[int, Tensor]:
-    """At once, if there is a plan for that; else each term by itself. The gradient of x is then the chain back with all
-    terms, unless it takes less to add up those that the terms make, or nearly make, on their way."""
+    """Gradients of a sum of products: at once, if there is a plan for that; else each term by itself. The gradient of x
+    is then the chain back with all terms, unless it takes less to add up those of the terms, which their first visits
+    make anyway or nearly make."""
     at_once = replace(chain, activation="identity", bias=False, backward=True)
     all_wanted = wanted >> 2 == (1 << len(weights)) - 1
     if all_wanted and all(c.tied for c in chain.contractions) and ops.fits_of(len(x))(at_once):
@@ -395,7 +398,7 @@ def _all_terms(
 
 
 def _term(chain: Chain) -> str:
-    """One of a sum's, by itself: the contractions alone."""
+    """The text of one term of a sum: its contractions alone."""
     return Chain(chain.contractions, tf32=chain.tf32).text
 
 
@@ -416,7 +419,8 @@ def _adds_up(text: str, wanted: int, fits: Callable[[Chain], bool], us: Callable
 def _one_term(
     ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int, turned: bool = False
 ) -> dict[int, Tensor]:
-    """Of grad_y that is `turned` already, if it is to be."""
+    """The gradients of one term, by the bits of `gradients`. `turned` says that grad_y is turned already, where the
+    visits want it so."""
     planned = visits_of(ops, text, wanted, len(x))
     found: dict[int, Tensor] = {}
     tf32 = Chain.parse(text).tf32
@@ -450,8 +454,8 @@ def visits_of(ops: Ops, text: str, wanted: int, batch: int) -> tuple[Visit, ...]
 
 @functools.lru_cache(4096)
 def counts_as(batch: int) -> int:
-    """Of the middle class of batches, three quarters of the power of two that a number of samples rounds up to; of the
-    others, what these are planned for."""
+    """The number of samples that predictions are asked for. In the middle class of batches it is three quarters of the
+    power of two that `batch` rounds up to; in the others, the number that the class is planned for."""
     if LEAST_MIXED <= batch <= MOST_SOME:
         return next(each for each in ASKED[1] if 3 * batch <= 4 * each)
     return BATCHES[0 if batch < LEAST_MIXED else -1]
@@ -473,7 +477,7 @@ def _count_as_few(text: str, wanted: int, fits: Callable[[Chain], bool], us: Pre
     few = replace(Chain.parse(_term(chain)), backward=True, few=True)
     if not fits(few):
         return False
-    others = runs(_term(chain), fits, batch, wanted & ~2)
+    others = launched_texts(_term(chain), fits, batch, wanted & ~2)
     return us(batch)(few.text) < sum(us(samples)(each) for each, samples in others)
 
 
@@ -490,8 +494,9 @@ def behind_texts(
     fits: Callable[[Chain], bool],
     us: Callable[[str], float] | None,
 ) -> tuple[str, ...]:
-    """What goes back to the contractions, in order: through the activation, with the product that makes what is
-    activated or behind it, whichever is predicted to take less; the `sums` of what comes of that, and its `turn`."""
+    """The texts that go from grad_y back to the contractions, in order: through the activation, by a kernel that makes
+    what is activated as well or by one behind that, whichever is predicted to take less; then the `sums` of the result,
+    and its `turn`."""
     chain = Chain.parse(text)
     columns = columns_texts(chain, sums, turn, fits)
     if chain.activation == "identity":
@@ -504,7 +509,7 @@ def behind_texts(
 
 
 def columns_texts(chain: Chain, sums: bool, turn: Turned | None, fits: Callable[[Chain], bool]) -> tuple[str, ...]:
-    """The same from what is activated, by one pass if there is one."""
+    """The texts of behind_texts() once what is activated is there: one pass, if one kernel does all."""
     features = chain.out_features
     slope = features if chain.activation != "identity" else 0
     if not (slope or sums or turn):
@@ -525,8 +530,9 @@ def visits(
     slabs: bool = False,
     few: bool = False,
 ) -> tuple[Visit, ...]:
-    """Of the contractions of a chain, in their order: as many at once as fit, or both as `few`. Some may take q's in
-    another: `mixes`; and what comes back to the last ones may lie by `slabs`."""
+    """The visits of a chain's contractions, in order: as many contractions in each as have one kernel, or both of a
+    Monarch layer by the kernels of `few` samples. With `mixes`, a visit may take its q's in the order in which the
+    visit behind stores them; with `slabs`, what comes back to the last visits may lie by slabs."""
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
@@ -556,8 +562,8 @@ def visits(
 
 
 def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
-    """What comes back lies by slabs for visits that take it so: grad_y, if it would be turned anyway, or what another
-    visit or a product makes."""
+    """The same visits, of which some take what comes back by slabs: grad_y, if it would be turned anyway, or what
+    another visit or a product makes."""
 
     def taken(visit: Visit, slabs: int) -> Visit | None:
         there = visit.learns and visit.returns and not visit.at_once and len(visit.part.contractions) == 1
@@ -580,7 +586,8 @@ def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
 
 @functools.lru_cache(1024)
 def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool], few: bool = False) -> str | None:
-    """What makes all gradients, if that is all there is to do; the bias's among them, if one kernel does."""
+    """The text that makes all gradients, if it is all that has to run; it includes the bias's gradient, if one kernel
+    makes that too."""
     chain, planned = Chain.parse(text), visits(text, wanted, fits, few=few)
     whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
     if not whole or not planned[0].at_once:
@@ -591,7 +598,8 @@ def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool], few: bool
 
 @functools.lru_cache(1024)
 def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> str | None:
-    """What makes both gradients of a dense layer, if they are wanted and nothing makes x's with the weight's."""
+    """The text that makes both gradients of a dense layer, if both are wanted and no kernel makes x's with the
+    weight's."""
     chain = Chain.parse(text)
     if wanted & 6 != 6 or not chain.is_dense or visits(text, wanted, fits)[0].at_once:
         return None
@@ -601,7 +609,8 @@ def _weight_and_bias(text: str, wanted: int, fits: Callable[[Chain], bool]) -> s
 
 @functools.lru_cache(1024)
 def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], bool]) -> str | None:
-    """What makes the gradient of x, and takes that back through the activation before, if both are one kernel."""
+    """The text that makes the gradient of x and takes it back through the activation before, if one kernel does
+    both."""
     chain = Chain.parse(text)
     if through == "identity" or not wanted & 1 or not chain.is_dense:
         return None
@@ -613,7 +622,7 @@ def through_text(text: str, wanted: int, through: str, fits: Callable[[Chain], b
 
 @functools.lru_cache(1024)
 def sums_text(features: int) -> str:
-    """What makes the gradient of a bias."""
+    """The text that makes the gradient of a bias."""
     return Chain((), sums=features).text
 
 
@@ -623,7 +632,8 @@ def through_alone(activation: str, features: int) -> str:
 
 
 def _mixed(visit: Visit, following: Visit) -> Turned | None:
-    """In what order a visit can take its q's, so that the groups of the following one store theirs together."""
+    """The order in which a visit can take its q's, so that the groups of the visit behind it store theirs side by
+    side."""
     (c, *more), (behind, *further) = visit.part.contractions, following.part.contractions
     if c.tied or c.inner > 1 or more or further or not following.turned or c.outer % behind.outer:
         return None
@@ -653,8 +663,8 @@ def _back(chain: Chain) -> Chain:
 
 @functools.lru_cache(1024)
 def slope_texts(text: str, fits: Callable[[Chain], bool]) -> tuple[str | None, str, str]:
-    """What makes the gradient of what is activated: from x, if there is a kernel for that; what is activated, and then
-    that."""
+    """Three texts for the gradient of what is activated: the one that makes it from x at once, or None without such a
+    kernel; the one that makes what is activated; and the one that makes the gradient from that."""
     chain = Chain.parse(text)
     at_once = replace(chain, slope=chain.out_features)
     slope = Chain((), activation=chain.activation, slope=chain.out_features)

@@ -71,7 +71,7 @@ def decode(
 
 
 def draw(scores: Tensor, places: Tensor | None, random: Tensor, temperature: float) -> Tensor:
-    """As maths/noise.py's, by one kernel where there is one."""
+    """Draws as maths/noise.py does, by one kernel where there is one."""
     if is_compiling() or transforms_active() or layer_ops.why_never_fused(scores) is not None:
         return noise.draw(scores, places, random, temperature)
     try:
@@ -86,7 +86,7 @@ MOST_FEW = 32  # that are found one after another
 
 
 def few(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As topk: the best scores, in float32 or float64, and their tokens."""
+    """The `count` best scores, in float32 or float64, and their tokens, as topk gives them."""
     if not scores.is_cuda or count > MOST_FEW or is_compiling() or layer_ops.why_never_fused(scores) is not None:
         best, tokens = scores.topk(count, dim=1)
         return best, tokens

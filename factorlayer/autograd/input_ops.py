@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import back_to_contractions, columns_texts, gradients, runs
+from factorlayer.autograd.backward import back_to_contractions, columns_texts, gradients, launched_texts
 from factorlayer.autograd.layer_ops import (
     cuda_ops,
     explaining,
@@ -52,7 +52,7 @@ if missing_extension is None:
 
 
 def of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
-    """The same layer of an x that is several tensors."""
+    """The chain of the same layer for an x that is several tensors, with so many features each."""
     if is_compiling():  # a graph is for numbers of features, though Dynamo may have symbols for them
         return replace(chain, inputs=tuple(len(range(n)) for n in features))
     return _of_inputs(chain, features)
@@ -94,8 +94,8 @@ def _us(texts: Sequence[str], dtype: torch.dtype, device: int, batch_class: int)
 def slower_than_concatenated(
     text: str, alone: Sequence[str], dtype: torch.dtype, device: int, batch_class: int
 ) -> str | None:
-    """Why what reads x from several tensors is predicted to take more than what takes it `alone`, of one tensor that is
-    made before; or None."""
+    """Why kernels that read x from several tensors are predicted to take more than concatenating x and running the
+    texts of `alone`; or None."""
     batch, gpu = BATCHES[batch_class], Gpu(*gpu_limits(device))
     moved = 2 * batch * parse_layers(text)[0].in_features * ELEMENT_BYTES[dtype_name(dtype)]
     concatenating = gpu.rates.behind_us + moved / (gpu.memory_bytes * gpu.sms)
@@ -126,8 +126,8 @@ def explain_inputs(chain: Chain, x: Tensor, batch: int) -> str:
 
 
 def fused_inputs(text: str, inputs: Sequence[Tensor], tensors: Sequence[Tensor], recorded: bool) -> Tensor:
-    """What the layers of a text make of rows [N, features of each], side by side. `tensors` are theirs, as a stack has
-    them: each layer's weights, and its bias behind them."""
+    """What the layers of a text make of rows [N, features of each], side by side. `tensors` are ordered as a stack's:
+    each layer's weights, and its bias behind them."""
     compiling = is_compiling()
     given = [*inputs, *tensors]
     if recorded and compiling:  # torch.compile wants every input of a Function once
@@ -201,15 +201,15 @@ if layer_ops.layer_at_once is not layer_ops.not_at_once:  # then all that follow
 
 
 def _count(text: str) -> int:
-    """Tensors that x is: numbers in the first stage."""
+    """How many tensors x is: as many as the first stage of the text has numbers."""
     return text.partition("; ")[0].count(" ")
 
 
 def _backward_on_cuda(
     grad_y: Tensor, inputs: Sequence[Tensor], tensors: Sequence[Tensor], text: str, wanted: Sequence[int]
 ) -> list[Tensor]:
-    """By one plan for all gradients, if there is one and they are wanted; else of the inputs concatenated, whose
-    gradient comes back in parts of one tensor."""
+    """The gradients by one plan, if there is one for all of them and all are wanted; else those of the concatenated
+    inputs, and the gradient of x is then cut into the inputs' parts."""
     count = len(inputs)
     x = inputs[0]
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
@@ -243,8 +243,8 @@ _prepared: set[Hashable] = set()
 
 @functools.lru_cache(1024)
 def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> tuple[str, str | None]:
-    """What is asked for all gradients of a layer without its bias and activation, and why x is concatenated instead, or
-    None: if one plan makes them, and is predicted to take less than what does so of one tensor."""
+    """The text that is asked for all gradients of a layer without its bias and activation, and why x is concatenated
+    instead: None if one plan makes them and is predicted to take less than that."""
     chain = Chain.parse(text)
     plain = replace(chain, bias=False, activation="identity")
     back = replace(plain, backward=True).text
@@ -255,7 +255,7 @@ def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> tu
     if not has_kernel(back, dtype, device, few=batch_class == 0):
         return back, "no plan for all gradients reads x from several tensors"
     ops, batch = cuda_ops(device, dtype), BATCHES[batch_class]
-    alone = [asked for asked, _ in runs(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
+    alone = [asked for asked, _ in launched_texts(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]
     return back, slower_than_concatenated(back, alone, dtype, device, batch_class)
 
 
@@ -320,7 +320,7 @@ def _forward_flops(input_shapes: Any, tensor_shapes: Any, stack: str, **_: Any) 
 def _backward_flops(
     grad_y_shape: Any, input_shapes: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
 ) -> int:
-    """As of one x, whose gradient is one product whoever of the inputs wants its part."""
+    """The FLOPs of the same layers for one x: its gradient is one product, whichever of the inputs wants its part."""
     count = len(input_shapes)
     places = {max(0, place - count + 1) for place in wanted}
     return stack_backward_flops(grad_y_shape, input_shapes[0], tensor_shapes, stack, sorted(places))

@@ -73,7 +73,8 @@ def why_not_fused(x: Tensor, chain: Chain | None = None) -> str | None:
 
 
 def why_never_fused(x: Tensor, chain: Chain | None = None) -> str | None:
-    """The part of it that does not depend on what PyTorch is doing with x just now."""
+    """Why the fused implementation can take x at no time: the reasons of why_not_fused that do not depend on what
+    PyTorch is doing just now."""
     if missing_extension is not None:
         return (
             f"the compiled extension factorlayer._C cannot be imported ({missing_extension}); build it with "
@@ -100,8 +101,8 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def explain_shards(parameters: Iterable[Tensor]) -> list[str]:
-    """What explain() adds where parameters are DTensors: those are for an x that is one, or, as fully_shard's, whole
-    when they are used."""
+    """The line that explain() adds where parameters are DTensors, and nothing where they are not. They may serve an x
+    that is one, or, under fully_shard, be made whole when they are used."""
     if not any(map(is_sharded, parameters)):
         return []
     return ["its parameters are DTensors now: of an x that is one, each process runs what it has (docs/distributed.md)"]
@@ -178,8 +179,8 @@ def has_wgmma(device: int) -> bool:
 
 
 def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
-    """Before a first call with `batch` samples like x, and its backward pass if it is `recorded`: all that they would
-    compile and load. Raises CompileError."""
+    """Compiles and loads what a first call with `batch` samples like x would, and its backward pass if `recorded`.
+    Raises CompileError."""
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
         ops = cuda_ops(device, x.dtype)
@@ -188,7 +189,7 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
 
 
 def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recorded: bool) -> Tensor:
-    """x [N, in] -> [N, out], with bias and activation; `recorded` for a backward pass.
+    """x [N, in] -> [N, out], with bias and activation; `recorded` if a backward pass may follow.
 
     Raises CompileError where a CUDA kernel cannot be had.
     """
@@ -278,16 +279,17 @@ class _ChainNow(_Chain):
 _apply_chain = super(Function, _ChainNow).apply
 
 
-# Where nobody looks on, all of a call is one of C++, past the dispatcher and what Python would do beside it: eager.h.
-# It takes names that PyTorch keeps to itself, of which each may be missing one day.
+# Where nothing watches operators, a whole call is one call of C++ (csrc/eager.h), past the dispatcher and the Python
+# around it. It needs names that PyTorch keeps to itself, each of which may be missing one day: then calls go to the raw
+# ops.
 
 
 def not_at_once(*_: Any) -> None:
-    """Leaves the call to the raw ops."""
+    """Stands where there is no eager call. It returns None, which leaves the call to the raw ops."""
 
 
 def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-    """What autograd's engine calls, in place of what would look for backward and call that."""
+    """The backward pass that autograd's engine calls, instead of looking `backward` up and calling that."""
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
@@ -297,19 +299,21 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
 def gradients_now(
     text: str, grad_y: Tensor, saved: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Of (x, bias, *weights), behind a None in the text's place, unrecorded; needs has one for the text as well."""
+    """The gradients of (x, bias, *weights), unrecorded, behind a None in the place of the text. `needs` has an entry
+    for the text, too."""
     made = _gradients_at_once(text, grad_y, saved, needs)
     if made is None and not grad_y.is_contiguous():  # as that of a sum
         made = _gradients_at_once(text, grad_y.contiguous(), saved, needs)
     return _gradients(text, needs, grad_y, saved, _raw_backward) if made is None else made
 
 
-# (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already, if not said no)
+# Makes y of (text, tf32 text, whether to choose, x, bias, weights, whether they are in autocast's dtype already: no if
+# it is left out).
 layer_at_once: Callable[..., Tensor | None] = not_at_once
-# (text, tf32 text, whether to choose, x, what the layers have)
+# Makes y of (text, tf32 text, whether to choose, x, the layers' weights and biases).
 stack_at_once: Callable[..., Tensor | None] = not_at_once
-# What records a y that one of these made, of (text, what x is, weights, bias) or (text, x, what the layers have): files
-# that are built upon this one have it.
+# These record a y that one of the two has made, from (text, the tensors of x, weights, bias), or from (text, x, the
+# layers' weights and biases). input_ops.py and stack_ops.py, which import this file, set them.
 _record_inputs: Callable[..., Any] = not_at_once
 _record_stack: Callable[..., Any] = not_at_once
 
@@ -332,10 +336,11 @@ def record_stack_by(function: Callable[..., Tensor]) -> None:
     _record_stack = function
 
 
-# (text, dtype, device, batch, whether recorded): from then on a call at once that has to choose takes these kernels.
+# Called with (text, dtype, device, batch, whether recorded): from then on an eager call that has to choose takes these
+# kernels.
 take_kernels: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
-# A decoder's step: (text, tokens, state, context, random numbers, parameters as a tuple, temperature)
+# Makes a decoder's step of (text, tokens, state, context, random numbers, parameters as a tuple, temperature).
 decode_at_once: Callable[..., list[Tensor] | None] = not_at_once
 
 if missing_extension is None:
@@ -445,7 +450,8 @@ def _of_vectors(
     saved: Sequence[Tensor | None],
     backward: Callable[..., tuple[Tensor, ...]],
 ) -> Sequence[Tensor]:
-    """By one call if only x has a gradient, as in a Jacobian; that of a weight is a sum over samples, of one vector."""
+    """The gradients for several vectors grad_y: by one call if only x's is wanted, as in a Jacobian; else vector by
+    vector, as a weight's gradient is a sum over the samples of one vector."""
     x, *rest = saved
     if wanted == 1 and x is not None:
         return [as_samples(lambda grad_y, x: backward(text, wanted, grad_y, x, *rest)[0], grad_y, x)]
@@ -464,7 +470,8 @@ def _raw_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
 def _backward_by_places(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, wanted: int
 ) -> tuple[Tensor, ...]:
-    """Of more tensors than an integer has bits for: as a stack of one layer, whose bias stands behind its weights."""
+    """The gradients of more tensors than an integer has bits for, by the op for stacks: it takes the layer as a stack
+    of one, whose bias stands behind its weights."""
     tensors = [*weights] if bias is None else [*weights, bias]
     last = len(weights) + 1
     at = [0, last, *range(1, last)]  # the place of what each bit stands for
@@ -475,8 +482,8 @@ def _backward_by_places(
 
 
 def _recorded_backward(text: str, wanted: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Which can be differentiated again, of a forward pass that no transform of torch.func has seen; one may still map
-    its backward pass."""
+    """The backward pass that can be differentiated again, for a forward pass outside of torch.func; one of its
+    transforms may still map the backward pass."""
     backward = _TransformableChainBackward if transforms_active() else _ChainBackward
     made: tuple[Tensor, ...] = backward.apply(text, wanted, *tensors)
     return made
@@ -499,7 +506,7 @@ def _double_backward(ctx: Any, grad_gradients: tuple[Tensor, ...]) -> tuple[Any,
 
 
 def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
-    """What the backward op computes, by operations that PyTorch can differentiate."""
+    """The gradients of the backward op, by operations that PyTorch can differentiate."""
     chain = Chain.parse(text)
     grad_y, x, bias, *weights = tensors
 
@@ -562,7 +569,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
 
 
 def explaining(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The op, which raises CompileError where a kernel cannot be had."""
+    """The op, changed to raise CompileError where a kernel cannot be had."""
 
     def run(first: Tensor, *rest: Any) -> Any:
         try:
@@ -633,7 +640,8 @@ def _backward_vmap(
     chain: str,
     wanted: int,
 ) -> Any:
-    """One call for each index: a gradient of a weight is a sum over samples, which must not mix them."""
+    """Calls the op once for each index, as a weight's gradient is a sum over samples, which must not mix the
+    indices."""
     grad_y_dim, x_dim, weight_dims, bias_dim, _, _ = in_dims
     if wanted == 1 and bias_dim is None and all(dim is None for dim in weight_dims):  # of x alone: more samples
         rows = [_first(t, dim, info.batch_size).flatten(0, 1) for t, dim in ((grad_y, grad_y_dim), (x, x_dim))]
@@ -657,7 +665,7 @@ def _backward_vmap(
 def _places_vmap(
     info: Any, in_dims: Any, grad_y: Tensor, x: Tensor, tensors: Sequence[Tensor], stack: str, wanted: Sequence[int]
 ) -> Any:
-    """The same of stack_backward."""
+    """The rule of _backward_vmap for stack_backward."""
     grad_y_dim, x_dim, dims, _, _ = in_dims
     op = torch.ops.factorlayer.stack_backward
     per_index = [

@@ -49,8 +49,9 @@ def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int =
 
 @functools.lru_cache(1024)
 def handed_back(text: str, dtype: torch.dtype, device: int, batch_class: int = len(BATCHES) - 1) -> tuple[bool, ...]:
-    """Of layers one behind another: whether each is handed the gradient of what it activates, as is predicted to be
-    faster with many samples, if no kernel makes all of a layer's gradients. The last one never is."""
+    """Whether each of several layers, one behind another, is handed the gradient of what it activates. That is so where
+    it is predicted to be faster with many samples, and no kernel makes all of the layer's gradients; never for the last
+    layer."""
     layers = text.split(" | ")
     return (*(_is_handed(*both, dtype, device, batch_class) for both in itertools.pairwise(layers)), False)
 
@@ -92,7 +93,7 @@ def prepare_layers(
     device: int,
     before: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Compiles and loads what the gradients take, and what runs `before`, if nobody has."""
+    """Compiles and loads what the gradients take, and what runs `before`, unless that was done."""
     key = text, *wanted, class_of_batch(batch), dtype, device
     if batch and key not in _prepared:
         prepare_together([*before, *texts_by_layers(text, wanted, batch, dtype, device)], dtype, device)
@@ -102,7 +103,7 @@ def prepare_layers(
 def texts_by_layers(
     text: str, wanted: Sequence[int], batch: int, dtype: torch.dtype, device: int
 ) -> list[tuple[str, int]]:
-    """What makes the gradients, as often as it runs, and of how many samples each."""
+    """The texts that make the gradients, as often as they run, each with its number of samples."""
     on_cuda = cuda_ops(device, dtype)
     ops, asked = recording(on_cuda.fits_of(batch), on_cuda.us)
 
@@ -119,7 +120,7 @@ def texts_by_layers(
 
 @dataclass(frozen=True)
 class _Layers:
-    """What gradients are made of: those of a layer by parts, or all at once."""
+    """The gradients of layers one behind another, each made by parts (`ops`) or all at once (`at_once`)."""
 
     ops: Ops
     at_once: Callable[[Tensor, Tensor, Sequence[Tensor], str, Sequence[int]], list[Tensor]]
@@ -156,7 +157,7 @@ class _Layers:
     def _of_layer(
         self, grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int], through: str
     ) -> list[Tensor]:
-        """The gradients of one layer, that of x back through the activation which made x."""
+        """The gradients of one layer. That of x is taken back through the activation that made x."""
         if has_backward(text, self.dtype, self.device, class_of_batch(len(x))):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
@@ -181,7 +182,7 @@ def all_at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, p
 
 @functools.lru_cache(1024)
 def tensors_of(text: str) -> tuple[int, ...]:
-    """How many each layer has"""
+    """How many tensors each layer of a text has."""
     return tuple(Chain.parse(layer).tensors for layer in text.split(" | "))
 
 

@@ -40,14 +40,16 @@ class Recorded(nn.Module):
         raise NotImplementedError
 
     def record_of_given(self, found: Record | None, given: Mapping[str, Any]) -> Record | None:
-        """What is known of tensors, by their names in here: the record found with them, or what their shapes say."""
+        """What is known of tensors, given by their names in this module: the record found with them, or what their
+        shapes say."""
         return found
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(list(json.dumps(self.what_it_is()).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        """Of transformers, which hands on one key at a time."""
+        """Refuses the record of another layer. nn.Module calls it where keys are loaded one by one, as transformers
+        does."""
         found, own = _decoded(state), self.what_it_is()
         if found is not None and found != own:
             raise ValueError(f"{type(self).__name__}: {why_another(found, own)}")
@@ -112,7 +114,8 @@ def record_of_weights(spec: LayerSpec, found: Record | None, given: Mapping[str,
 
 
 def warn_of_dense(spec: LayerSpec, given: Mapping[str, Any]) -> None:
-    """Of an nn.Linear's parameters: if it is not strict, nn.Module leaves the weights as they are."""
+    """Warns where an nn.Linear's parameters are loaded: unless loading is strict, nn.Module leaves the weights as they
+    are."""
     if "weight" in given and "weight_0" not in given:
         warnings.warn(
             f"FactorLinear keeps the weights it has: what is loaded has an nn.Linear's weight "
@@ -145,7 +148,8 @@ def _tuples(value: Any) -> Any:
 
 
 def _decoded(state: Any) -> Record | None:
-    """None of what is no record: summed with others', or made by somebody else."""
+    """The record that a tensor holds, or None if it holds none: it was summed over processes, or made by somebody
+    else."""
     try:
         found = json.loads(bytes(int(byte) for byte in state.flatten().tolist()))
     except (AttributeError, TypeError, ValueError):

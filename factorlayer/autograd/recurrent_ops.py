@@ -83,8 +83,8 @@ def fused(
     starts: Tensor | None,
     walk: Walk,
 ) -> Tensor:
-    """The states behind all steps, [rows, hidden]; of tensors as maths/steps.py has them. Dense weights may also lie in
-    one tensor, [3 · hidden, hidden], whose gradient then is one, too."""
+    """The states behind all steps, [rows, hidden], from tensors as maths/steps.py has them. Dense weights may also lie
+    in one tensor, [3 · hidden, hidden], which then has one gradient."""
     places = starts, walk.first, walk.lengths, walk.offsets
     text = text_for(recurrence, initial)
     output: Tensor
@@ -133,7 +133,7 @@ class _Recurrence(Function):
 
 
 class _TransformableRecurrence(Function):
-    """In the form that torch.func can transform."""
+    """The recurrence in the form that torch.func can transform."""
 
     generate_vmap_rule = True
 
@@ -240,7 +240,7 @@ def _backward_of(ctx: Any, grad_output: Tensor, gradients: Callable[..., tuple[T
 def _gradients(
     text: str, numbers: tuple[int, ...], count: int, wanted: Sequence[bool], *tensors: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Those that are wanted of bias, initial, gates and weights."""
+    """The gradients of bias, initial, gates and weights that are wanted, in this order."""
     grad_output, output, starts, *given = tensors
     of_rows, (bias, initial), rest = given[: PLACES - 1], given[PLACES - 1 : PLACES + 1], given[PLACES + 1 :]
     assert output is not None and initial is not None
@@ -332,7 +332,8 @@ def _weight_gradients(
 
 
 def _joined_gradient(text: str, of_gates: Sequence[Tensor], beside: Tensor, states: Parts) -> Tensor:
-    """Of dense weights of all gates in one tensor: those of reset and update at once where they lie side by side."""
+    """The gradient of the dense weights of all gates that lie in one tensor. Reset and update are one product where
+    their gradients lie side by side."""
     about = _About(*_about(text))
     both = 2 * about.hidden
     of_candidate = of_gates[-1][:, -about.hidden :] if about.before else beside
@@ -393,7 +394,8 @@ def _states_before(
 
 
 def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | None, walk: Walk) -> Tensor:
-    """Rows that no sequence has keep their own, which is zero."""
+    """The states before all steps, brought together row by row. A row that belongs to no sequence keeps its own state,
+    which is zero."""
     rows, there = walk.rows(initial)
     total = output.shape[0]
     toward = 1 if reverse else -1
@@ -415,7 +417,7 @@ def _gathered(reverse: bool, output: Tensor, initial: Tensor, starts: Tensor | N
 
 @functools.cache
 def through_text(text: str) -> str:
-    """What goes back step by step depends on neither bias nor activation."""
+    """The text of the steps back, which depend on neither bias nor activation."""
     recurrence = Recurrence.parse(text)
     return replace(recurrence, chain=replace(recurrence.chain, bias=False, activation="identity")).text
 
@@ -434,8 +436,8 @@ def _backward_on_cuda(
     numbers: Sequence[int],
     text: str,
 ) -> list[Tensor]:
-    """And, behind what the op returns on a CPU, the states before all rows' steps, which gradients of weights are made
-    of."""
+    """The gradients that the op returns on a CPU, and behind them the states before all rows' steps, of which gradients
+    of weights are made."""
     about, count = _About(*_about(text)), len(weights) // GATES
     walk = _walk(numbers, initial, (first, lengths, offsets))
     parts = sorted(_states_before(about.reverse, output, initial, starts, walk), key=lambda part: part[0].start or 0)

@@ -110,8 +110,8 @@ def _find_reason(index: int) -> str | None:
 
 
 def untraced(op: Callable[..., Any], *args: Any) -> Any:
-    """What an op says of texts and numbers, asked past whoever watches operators: torch.export has no place for a text
-    that an op returns, and whether a GPU can be used may first be asked while it traces."""
+    """The answer of an op that is asked of texts and numbers, hidden from whoever watches operators: torch.export has
+    no place for a text that an op returns, and may be tracing when it is first asked whether a GPU can be used."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -125,7 +125,7 @@ def plan_text(chain: str, dtype: torch.dtype, batch: int, *limits: int) -> str:
 
 @functools.lru_cache(4096)
 def class_of_batch(batch: int) -> int:
-    """Plans depend on the batch by this alone."""
+    """The class of a number of samples, by which alone plans depend on it."""
     return int(torch.ops.factorlayer.batch_class(batch))
 
 
@@ -135,7 +135,8 @@ def prepare(chain: str, dtype: torch.dtype, batch: int, device: int) -> None:
 
 
 def prepare_together(asked: Sequence[tuple[str, int]], dtype: torch.dtype, device: int) -> None:
-    """The same for several chains, each with its batch: in threads, since the compiler takes longest."""
+    """Prepares several chains, each with its batch, in threads, since the compiler takes longest. Raises
+    CompileError."""
     asked = list(dict.fromkeys(asked))
     with ThreadPoolExecutor(min(len(asked), os.cpu_count() or 1) or 1) as pool:
         for done in [pool.submit(prepare, chain, dtype, batch, device) for chain, batch in asked]:
@@ -222,8 +223,8 @@ def cache_room() -> CacheRoom:
 
 
 def set_cache_limit(limit: int) -> None:
-    """Kept in the cache's folder, for all who share it. The next process that writes removes what is too much: of its
-    user's files those that were used least recently."""
+    """Keeps a limit in the cache's folder, for all who share it. The next process that writes removes what is too much:
+    of its user's files, those that were used least recently."""
     if not 0 < limit < 10**18:
         raise ValueError(f"the cache's limit should be a number of bytes from 1 to 10^18 - 1; it is {limit}")
     if trouble := torch.ops.factorlayer.set_cache_limit(limit):

@@ -38,8 +38,8 @@ Move = tuple[Placements, Placements]
 
 @dataclass(frozen=True)
 class Ways:
-    """What each process runs, where x, the weights and the bias have to lie for it, where the gradients lie that it
-    makes of them, and where y."""
+    """What each process runs: its layer, where x, the weights and the bias have to lie for that, where the gradients
+    made of them lie, and where y lies."""
 
     part: LayerSpec
     chain: Chain
@@ -51,7 +51,8 @@ class Ways:
 def run_sharded(
     layer: Layer, spec: LayerSpec, chain: Chain, x: Any, weights: Sequence[Any], bias: Any, who: str
 ) -> DTensor:
-    """The layer on x [..., in], a DTensor as all parameters are: by `layer` of what this process has of them."""
+    """Runs the layer on x [..., in], a DTensor as all parameters are, by calling `layer` with what this process has of
+    them."""
     given = [x, *weights, *([] if bias is None else [bias])]
     mesh = x.device_mesh
     for each in given:
@@ -84,7 +85,7 @@ def _own(tensor: DTensor, before: Placements, gradient: Placements) -> Tensor:
 
 
 def _of_gradient(placements: Placements) -> Placements:
-    """Where the gradient of a DTensor lies."""
+    """Where the gradient of a DTensor with these placements lies."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
@@ -97,12 +98,12 @@ def _shards(own: Tensor, mesh: DeviceMesh, placements: Placements, shape: Sequen
 
 
 def _is_first(mesh: DeviceMesh, of_y: Placements) -> bool:
-    """Whether it is this process whose summand has the bias."""
+    """Whether this process is the one whose summand includes the bias."""
     at = mesh.get_coordinate() or ()
     return not any(place for place, placement in zip(at, of_y, strict=True) if placement.is_partial())
 
 
-# Derivatives of any order, which redistribute and to_local have not: theirs of second order lacks sums.
+# Moves of tensors with derivatives of any order. Those of redistribute and to_local lack sums in the second order.
 
 
 def _moved(own: Tensor, mesh: DeviceMesh, shape: Sequence[int], now: Move, back: Move, again: Move) -> Tensor:
@@ -150,7 +151,8 @@ _names: dict[Any, str] = {}
 
 
 def ways_of(spec: LayerSpec, chain: Chain, axes: int, mesh: tuple[int, ...], lie: tuple[Placements, ...]) -> Ways:
-    """Of an x with so many axes on a mesh of these sizes, where x, the weights and the bias lie so."""
+    """The ways of an x with so many axes on a mesh of these sizes, where x, the weights and the bias `lie` as they do
+    now."""
     ways: Ways = getattr(_kept, _name(spec, chain, axes, mesh, lie))
     return ways
 
@@ -183,8 +185,8 @@ def _find_ways(spec: LayerSpec, chain: Chain, axes: int, mesh: tuple[int, ...], 
 def _of_one_dim(
     spec: LayerSpec, chain: Chain, processes: int, of_x: Placement, of_weights: list[Placement], last: Shard
 ) -> tuple[LayerSpec, list[Placement], list[Placement], Placement]:
-    """What a process runs; where x, the weights, the activation's parameters and the bias lie before; where their
-    gradients do; and y."""
+    """Four answers for one dimension of the mesh: the layer that a process runs; where x, the weights, the activation's
+    parameters and the bias lie before; where their gradients lie; and where y lies."""
     whole: Placement = Replicate()
     parameters, bias = [whole] * chain.parameters, [whole] * chain.bias
     by_rows, by_columns = _shared_out(colwise, spec, processes), _shared_out(rowwise, spec, processes)
@@ -214,10 +216,10 @@ def _shared_out(
 
 
 def _lie_so(of_weights: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
-    """Whether what is to be cut is."""
+    """Whether all weights that are to be cut are cut that way already."""
     return all(lies == cut for lies, cut in zip(of_weights, wanted, strict=True) if cut.is_shard())
 
 
 def _summed(placements: Sequence[Placement]) -> list[Placement]:
-    """Where gradients lie of which each process makes a summand, if others' own it is."""
+    """Where gradients lie: of what every process has whole, each process makes a summand of the gradient."""
     return [Partial() if placement.is_replicate() else placement for placement in placements]

@@ -75,46 +75,46 @@ class Stack:
         return self.tf32_text if runs_in_tf32(x) else self.text
 
 
-# Elements of a weight: 768 -> 3072 -> 768 trains 1.3 times as fast by oneMKL, 48-512-256-12 not; the same by cuBLAS in
-# 16 bits and tf32.
+# The most elements of a dense weight whose product is not left to a library. 768 -> 3072 -> 768 trains 1.3 times as
+# fast by oneMKL, 48-512-256-12 does not; so it is with cuBLAS in 16 bits and tf32.
 LARGEST_DENSE = 1 << 19
 
 
 def is_large_product(layer: Chain) -> bool:
-    """One that is left to PyTorch's library."""
+    """Whether a layer is one product that is large enough to be left to PyTorch's library."""
     return layer.is_dense and layer.contractions[0].weight_size > LARGEST_DENSE
 
 
 def is_left_to_pytorch(layer: Chain, x: Tensor) -> bool:
-    """Whether a layer that is one contraction is, rather than run by kernels of ours, which take less time to call: as
-    csrc/ops/eager.cpp has it."""
+    """Whether a layer of one contraction is left to PyTorch, rather than run by our kernels, which take less time to
+    call. csrc/ops/eager.cpp decides the same."""
     if is_compiling():
         return True
     return not x.is_cuda and (x.dtype not in (torch.float32, torch.float64) or is_large_product(layer))
 
 
 def is_short(dtype: torch.dtype, tf32: bool) -> bool:
-    """Whether products are of 16 bits, or of those that TF32 keeps."""
+    """Whether products are of 16-bit numbers, or of the 19 bits that TF32 keeps."""
     return dtype in (torch.bfloat16, torch.float16) or (dtype == torch.float32 and tf32)
 
 
 def is_left_to_cublas(layer: Chain, x: Tensor) -> bool:
-    """Whether a stack's layers that are run one by one are left to cuBLAS. In float ours are twice as fast, of bfloat16
-    products."""
+    """Whether a layer of a stack that is run by itself is left to cuBLAS. In float32 our kernels, which split numbers
+    into bfloat16 ones, are twice as fast."""
     return is_large_product(layer) and x.is_cuda and is_short(x.dtype, runs_in_tf32(x))
 
 
 MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers are put together for
 
-# Of a stack's layers: from which number up to which, and their text, behind which stands STATES if their gradients are
-# made layer by layer. A tuple, as torch.compile takes it for a constant.
+# A run of a stack's layers: the number of the first one, that behind the last one, and their text, which ends in STATES
+# if their gradients are made layer by layer. It is a tuple, as torch.compile takes that for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
 CUTS = "cut_of_few", "cut_of_some", "cut"  # questions, by the class of batches
 
 
 def why_no_stack(x: Tensor) -> str | None:
-    """Why x goes through no layers at once, whatever they are, or None."""
+    """Why x cannot go through several layers at once, whatever the layers are, or None."""
     reason = why_not_fused(x)
     if reason is not None:
         return reason
@@ -133,8 +133,9 @@ def why_auto_is_not_stacked(stack: Stack, x: Tensor) -> str | None:
 
 
 def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False, many: bool = False) -> tuple[Run, ...]:
-    """What goes through layers at once, if anything does; layers between runs are left to themselves, but if `joined`
-    only where they are no faster together. They are chosen for as many samples as x has, or for `many`."""
+    """The runs of layers that go through one kernel each; none if no kernel takes several layers. Layers between runs
+    are left to run by themselves; if `joined`, only where they are no faster together. Runs are chosen for as many
+    samples as x has, or for `many`."""
     text = stack.text_for(x)
     if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         return ()
@@ -145,7 +146,8 @@ def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False, many: bo
 
 
 def known(function: Callable[..., T]) -> Callable[..., T]:
-    """The same with a cache, and a constant for torch.compile, which what lru_cache returns cannot be."""
+    """The function with a cache, in a form that torch.compile takes for a constant, which what lru_cache returns is
+    not."""
     cached = functools.lru_cache(1024)(function)
 
     def call(*args: Hashable) -> T:
@@ -156,7 +158,8 @@ def known(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def _read_cut(answer: str, count: int) -> list[tuple[int, int]]:
-    """The cut that the planner or the cache says: from which of so many layers up to which, in their order."""
+    """Reads a cut as the planner or the cache writes it: pairs of the first layer of a run and the one behind its
+    last."""
     if not _CUT.fullmatch(answer):
         raise RuntimeError(f"factorlayer: a cut of {count} layers cannot be read: {answer[:200]!r}; empty the cache")
     ends = list(map(int, re.findall("[0-9]+", answer)))
@@ -196,16 +199,16 @@ def runs_on_gpu(
 
 
 def is_hoppers(text: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether layers are of families that Hopper alone has: as many as these take at once were measured to be faster
-    so. Of others, that is predicted."""
+    """Whether layers are run by families that only Hopper has. These were measured to be faster with as many layers at
+    once as they take; for other families that is predicted."""
     return is_short(dtype, text.endswith("; tf32")) and has_wgmma(device)
 
 
 def _joined(
     found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int, batch_class: int
 ) -> tuple[Run, ...]:
-    """With layers that no run has. Neighbours that are trained one by one become one run where the first one is handed
-    what the second one makes, or one kernel makes both."""
+    """The runs, with those added that layers outside of them form. Neighbours that are trained one by one become one
+    run where the first is handed the gradient that the second makes, or one kernel makes the states of both."""
     handed = handed_back(" | ".join(layers), dtype, device, batch_class)
     taken = {i for begin, end, _ in found for i in range(begin, end)}
     chains = list(map(Chain.parse, layers))
@@ -227,13 +230,13 @@ def _joined(
 
 
 def _inside(parts: Sequence[str]) -> set[int]:
-    """Layers that are in a part behind another layer."""
+    """The layers that are in a part, behind another layer of it."""
     ends = list(itertools.accumulate(1 + part.count(" | ") for part in parts))
     return set(range(ends[-1])) - {0, *ends}
 
 
 def texts_of_run(text: str, batch: int, dtype: torch.dtype, device: int, trained: bool) -> list[tuple[str, int]]:
-    """What a run's kernels are made of, forward, and back if it is `trained`, and of how many samples each."""
+    """The texts of a run's kernels, forward, and back if it is `trained`, each with its number of samples."""
     if not text.endswith(STATES):
         return [(text, batch), (f"{text} | backward", batch)][: 1 + trained]
     layers = text.removesuffix(STATES)
@@ -247,7 +250,8 @@ def _stored(layers: str, batch: int, dtype: torch.dtype, device: int) -> list[tu
 
 @known
 def _parts(text: str, dtype: torch.dtype, device: int) -> tuple[str, ...]:
-    """Layers that are trained one by one: neighbours that one kernel takes and stores what each makes, and others."""
+    """Layers that are trained one by one, cut into parts: neighbours whose states one kernel makes and stores, and
+    single layers."""
 
     def us(part: str) -> float:
         return predicted_us(part + STATES * (" | " in part), MANY, dtype, device)
@@ -287,7 +291,7 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
 
 
 def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: bool) -> list[Tensor]:
-    """What each layer makes, or, if that is not `stored`, what some do and the last one."""
+    """What each layer makes if it is to be `stored`; else what the last layer of each part makes."""
     made, at = [x], 0
     forward = _forward if is_compiling() else _forward_now
     for part in _parts(text, x.dtype, x.get_device()):
@@ -306,7 +310,7 @@ _prepared: set[Hashable] = set()
 
 
 def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
-    """Before a first forward pass: what it runs, and the backward pass, which follows."""
+    """Compiles and loads, before a first forward pass, what it runs and what the backward pass behind it runs."""
     device, batch = x.get_device(), len(x)
     key = text, needs, class_of_batch(batch), x.dtype, device
     if batch and key not in _prepared:
@@ -400,9 +404,9 @@ def _by_layers(
 
 
 def by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
-    """The stack by operations that PyTorch can differentiate."""
+    """The stack's result by operations that PyTorch can differentiate."""
     at = 0
-    for layer in _layers(text):
+    for layer in parse_layers(text):
         count = len(layer.contractions)
         end = at + count + layer.parameters
         y = batched(layer, x, tensors[at : at + count])
@@ -414,15 +418,11 @@ def by_torch(text: str, x: Tensor, *tensors: Tensor) -> Tensor:
 _tensors = known(tensors_of)
 
 
-def _layers(text: str) -> tuple[Chain, ...]:
-    return parse_layers(text)
-
-
 # What PyTorch asks of an op
 
 
 def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
-    layers = _layers(stack)
+    layers = parse_layers(stack)
     if x.shape[1] != layers[0].in_features:
         raise RuntimeError(f"factorlayer: x must be [batch, {layers[0].in_features}]")
     for tensor in tensors:
@@ -433,7 +433,7 @@ def _forward_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> Tensor:
 
 def _states_fake(x: Tensor, tensors: Sequence[Tensor], stack: str) -> list[Tensor]:
     _forward_fake(x, tensors, stack)
-    return [x.new_empty(x.shape[0], layer.out_features) for layer in _layers(stack)]
+    return [x.new_empty(x.shape[0], layer.out_features) for layer in parse_layers(stack)]
 
 
 def _backward_fake(
@@ -449,14 +449,14 @@ def _layers_backward_fake(
 
 
 def forward_flops(x_shape: Any, tensor_shapes: Any, stack: str, *, out_shape: Any = None, **_: Any) -> int:
-    return sum(layer.forward_flops(x_shape[0]) for layer in _layers(stack))
+    return sum(layer.forward_flops(x_shape[0]) for layer in parse_layers(stack))
 
 
 def backward_flops(
     grad_y_shape: Any, x_shape: Any, tensor_shapes: Any, stack: str, wanted: Sequence[int], **_: Any
 ) -> int:
     total, at, reaches_back = 0, 1, 0 in wanted
-    for layer in _layers(stack):
+    for layer in parse_layers(stack):
         count = len(layer.contractions)
         wants_weights = [at + i in wanted for i in range(count)]
         total += layer.backward_flops(x_shape[0], reaches_back, wants_weights)

@@ -21,7 +21,7 @@ def are_vectors(*tensors: Tensor) -> bool:
 
 
 def _level() -> int:
-    """Of the dimension that does not show: it is the number of them."""
+    """The level of the hidden dimension, as PyTorch counts them: the number of hidden dimensions that there are."""
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     return level - 1
@@ -46,8 +46,8 @@ def one_by_one(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> t
 
 
 def as_samples(function: Callable[[Tensor, Tensor], Tensor], grad_y: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x [N, in] that the function makes of grad_y [N, out] and x, where samples have nothing to do with
-    each other: those of all vectors are samples of one call."""
+    """The gradient of x [N, in] that the function makes of grad_y [N, out] and x, for all vectors by one call: their
+    samples are independent of each other, and so are taken as more samples."""
     (grads,) = shown([grad_y])
     count = len(grads)
     made = function(grads.flatten(0, 1), x.repeat(count, 1))

@@ -41,7 +41,7 @@ app = typer.Typer(
         f"Example: {EXAMPLE}\n\n"
         f"Example: {PROGRAM} --dtype d --structure monarch 16 20x36 28x44 check\n\n"
         f"Example: {PROGRAM} 32 128 128 bench --plot out.png\n\n"
-        f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check\n\n"
+        f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512=16*32 1024=32*32 12 check\n\n"
         f"Example: {PROGRAM} --rnn 16 1024 32 32 bench\n\n"
         f"Example: {PROGRAM} --model nets.py:make_model --checkpoint weights.pt 4096 check\n\n"
         f"Example: {PROGRAM} convert --model nets.py:make_model --map '*.mlp.*=monarch,blocks=4' --output y.safetensors"
@@ -72,7 +72,7 @@ def group(
     block of such layers, and with --model a model of your own."""
 
 
-@app.command(cls=Command, epilog=f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512 1024=32*32 12 check")
+@app.command(cls=Command, epilog=f"Example: {PROGRAM} --mlp --activation gelu 4096 48 512=16*32 1024=32*32 12 check")
 @takes_a_case
 def check(
     case: "Case",
@@ -304,20 +304,20 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Swap a model's dense layers for structured ones, and write what comes of it."""
-    from factorlayer.cli import whole
+    from factorlayer.cli import models
 
     if (map is None) == (budget is None):
         refuse("--map", "say which layers become what by --map, or give --budget, and not both")
     if inputs is not None:
         refuse_given("--inputs fits layers from their projections on", {"--fresh": fresh or None})
     if output is not None:
-        whole.require_output(output)
-    mapping = whole.mapping_of(map or ())
-    made = whole.model_of(model, checkpoint, device)
-    done = whole.converted(made, mapping, budget, fresh, output, inputs)
+        models.require_output(output)
+    mapping = models.mapping_of(map or ())
+    made = models.model_of(model, checkpoint, device)
+    done = models.converted(made, mapping, budget, fresh, output, inputs)
     asked = {"model": model, "checkpoint": checkpoint and str(checkpoint), "inputs": inputs}
     asked |= {"output": output and str(output)}
-    whole.print_found("convert", done, asked, as_json)
+    models.print_found("convert", done, asked, as_json)
     typer.echo(f"The converted model is in {output}." if output else "Nothing was written: give --output.", err=as_json)
 
 
@@ -344,16 +344,16 @@ def report(
 ) -> None:
     """Show what a model's layers have and take, dense and structured: of a converted checkpoint, or of what --map would
     do."""
-    from factorlayer.cli import whole
+    from factorlayer.cli import models
 
     if map is not None and budget is not None:
         refuse("--budget", "it proposes what --map says: give one of them")
     if plot is not None:
         require_plot(plot)
-    mapping = whole.mapping_of(map or ())
-    made = whole.model_of(model, checkpoint, device)
-    found = whole.reported(made, samples, mapping, budget, training, measure, arch)
-    whole.print_found("report", found, {"model": model, "checkpoint": checkpoint and str(checkpoint)}, as_json)
+    mapping = models.mapping_of(map or ())
+    made = models.model_of(model, checkpoint, device)
+    found = models.reported(made, samples, mapping, budget, training, measure, arch)
+    models.print_found("report", found, {"model": model, "checkpoint": checkpoint and str(checkpoint)}, as_json)
     if plot is not None:
         found.picture(plot)
         typer.echo(f"The picture is in {plot}.", err=as_json)
@@ -404,7 +404,7 @@ def cache(
 
 
 def set_cache_limit(size: str) -> None:
-    """From what a user writes: 500M are 500 times 1024²."""
+    """Sets the cache's limit to a size as a user writes it: 500M are 500 times 1024² bytes."""
     from factorlayer.autograd import runtime
 
     number, unit = (size[:-1], size[-1].upper()) if size[-1:].upper() in ("K", "M", "G", "T") else (size, "")

@@ -1,8 +1,8 @@
 """The arguments that every command shares, BATCH, FACTOR... and options, and the case that they describe. grammar.py
-says in what order they may stand; cli.py declares the commands.
+says in what order they may stand; app.py declares the commands.
 
 torch is imported when a command runs, not before: --help needs none of it. Typer reads the
-annotations, so they are not deferred in this file and in cli.py.
+annotations, so they are not deferred in this file and in app.py.
 """
 
 import inspect
@@ -217,7 +217,7 @@ def takes_a_case(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def may_take_a_case(command: Callable[..., None]) -> Callable[..., None]:
-    """The same, with None for a case where no BATCH is given."""
+    """Gives a command what takes_a_case gives it, but `case` is None where no BATCH was given."""
     shared = dict(inspect.signature(case_of).parameters)
     return _with_a_case(command, shared | {"batch": shared["batch"].replace(default=None)})
 

@@ -1,6 +1,6 @@
 """A case of the command line and its tensors: a layer, block or model with x and grad_y, run by each implementation.
 
-cli.py builds a Case from what the user typed; compare.py and measure.py make the tensors of it and run them.
+app.py builds a Case from what the user typed; compare.py and measure.py make the tensors of it and run them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Call:
-    """Of a layer, somewhere in the module."""
+    """A call of a layer, somewhere in the module."""
 
     name: str
     layer: Layer
@@ -98,7 +98,8 @@ class Problem:
         self.grad_y = torch.randn(y.shape, dtype=torch.float64).to(case.device, case.dtype)
 
     def _first_call(self) -> tuple[list[Call], Tensor]:
-        """What layers it calls, and y. A layer with a hook is called by itself, whatever stack it is part of."""
+        """The layers that a call of the module calls, and y. A layer with a hook is called by itself, whatever stack it
+        is part of."""
         module, calls, hooks = self.modules["v1"], [], []
 
         def watch(name: str, part: nn.Module, layer: Layer) -> Any:
@@ -137,7 +138,7 @@ class Problem:
         return calls, y
 
     def in_float64(self) -> Problem:
-        """The same numbers, for v1 only."""
+        """The same problem in float64, for v1 alone."""
         exact = copy.copy(self)
         exact.case = replace(self.case, dtype=torch.float64)
         exact.module = copy.deepcopy(self.module).double()
@@ -148,7 +149,7 @@ class Problem:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What has a gradient, by name."""
+        """The tensors that get a gradient, by name."""
         return self._inputs_of(self.module)
 
     def _inputs_of(self, module: nn.Module) -> dict[str, Tensor]:

@@ -28,7 +28,8 @@ class Comparison:
     shape: tuple[int, ...] = ()  # of either side
 
     def __str__(self) -> str:
-        """Of a pair that differs: v1_y == v2_y, 16x1024, differs by 1.0e-04 of its norm where 2.3e-06 is allowed."""
+        """The sentence on a pair that differs: v1_y == v2_y, 16x1024, differs by 1.0e-04 of its norm where 2.3e-06 is
+        allowed."""
         size = "x".join(map(str, self.shape)) or "a number"
         return (
             f"{self.left} == {self.right}, {size}, differs by {self.distance:.1e} of its norm "

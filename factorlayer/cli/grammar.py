@@ -1,7 +1,7 @@
 """The order of words on the command line: BATCH FACTOR... and then the command, or the other way around, and options
 anywhere. And what depends on it: which word was meant by one that is none, what a shell completes, the program's name.
 
-cli.py declares its commands of these classes.
+app.py declares its commands of these classes.
 """
 
 import re
@@ -69,7 +69,8 @@ class CommandAnywhere(TyperGroup):
         return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Also, for a shell's completion, the command that takes every command's options."""
+        """The command of that name. While a shell completes a line that has none yet, it is one that takes every
+        command's options."""
         if name == UNDECIDED and ctx.resilient_parsing:
             own = {parameter.name: parameter for parameter in self.params}
             taken = {p.name: p for command in self._with_a_case() for p in command.params}
@@ -100,7 +101,7 @@ class CommandAnywhere(TyperGroup):
         return {name for p in self.params for name in p.opts}
 
     def _positional(self, args: list[str]) -> Iterator[int]:
-        """Where no option and no option's value stands: `--trace check` names a file."""
+        """The places of arguments that are no option and no option's value: in `--trace check`, check names a file."""
         options = [p for command in self.commands.values() for p in command.params if p.param_type_name == "option"]
         with_value = {name for p in options if not getattr(p, "is_flag", False) for name in p.opts}
         for i, arg in enumerate(args):

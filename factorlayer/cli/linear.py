@@ -59,7 +59,8 @@ class Dense(nn.Module):
 
 
 def dense_of(case: Case) -> nn.Module:
-    """On the case's device, with parameters of its own; DenseUnavailableError says where there is none."""
+    """The dense layers to time beside a case, on its device, with parameters of their own. Raises
+    DenseUnavailableError, which says why there are none."""
     subject = case.subject
     if isinstance(subject, Own):
         raise DenseUnavailableError("it stands beside a layer or --mlp; a model of your own is timed as it is: model")

@@ -40,7 +40,7 @@ def state_size(problem: Problem) -> int:
 
 
 def forward_multiply_adds(problem: Problem) -> int:
-    """Of the layers."""
+    """The multiply-adds of the layers that a forward pass calls."""
     return sum(call.layer.spec.multiply_adds(call.rows) for call in problem.calls)
 
 
@@ -84,7 +84,8 @@ def bench(problem: Problem, versions: Sequence[str], min_run_time: float) -> Ite
 
 
 def _multiply_adds(problem: Problem, direction: str) -> dict[str, int]:
-    """Of the layers, and of the dense ones in their place: those need as many for each of two gradients."""
+    """The multiply-adds of the layers (""), and of the dense ones beside them (DENSE), which need as many again for
+    each of two gradients."""
     forward, both = forward_multiply_adds(problem), direction != "forward"
     counted = {"": forward + (backward_multiply_adds(problem) if both else 0)}
     if DENSE in problem.modules:
@@ -99,7 +100,7 @@ def table(timings: Sequence[Timing]) -> str:
 
 def plot(timings: Sequence[Timing], title: str, path: Path) -> None:
     """A bar for each version in each direction, as far as it was timed."""
-    from matplotlib.figure import Figure  # an optional dependency; cli.py has looked for it
+    from matplotlib.figure import Figure  # an optional dependency; refusals.py has looked for it
 
     directions = list(dict.fromkeys(timing.direction for timing in timings))
     versions = list(dict.fromkeys(timing.version for timing in timings))

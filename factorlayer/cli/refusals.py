@@ -48,7 +48,7 @@ def say_unavailable(missing: Mapping[str, str], case: Case, as_json: bool) -> No
 
 
 def require_folder(option: str, path: Path) -> None:
-    """Before the work, not after it."""
+    """Refuses, before any work, a file whose folder does not exist."""
     if not path.parent.is_dir():
         refuse(option, f"the file should be in a folder that exists; there is no {path.parent}")
 

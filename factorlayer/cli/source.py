@@ -28,7 +28,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Source:
-    """Of layers that are planned together."""
+    """The plan and the kernels of layers that are planned together."""
 
     layers: tuple[str, ...]
     chain: str
@@ -70,7 +70,8 @@ def sources(problem: Problem, gpu: Gpu) -> Iterator[Source]:
 
 
 def _kernels(text: str) -> tuple[Kernel, ...]:
-    """Of a plan's text, which plan.py writes: lines, of which those of passes end in the size of the code behind."""
+    """The kernels in a plan's text. plan.py writes it in lines; the line of a pass ends in the size of the code behind
+    it."""
     compiled = not why_not_compiled()
     if compiled:
         fill_cache(text)

@@ -47,11 +47,11 @@ class Single:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of a sample."""
+        """The shape of a sample."""
         return (self.spec.in_features,)
 
     def make(self) -> nn.Module:
-        """In float64, with the parameters that torch's seed means."""
+        """The layer in float64, with the parameters that torch's seed means."""
         spec = self.spec
         return FactorLinear(
             spec.in_features,
@@ -270,7 +270,7 @@ def returned(name: str) -> Any:
 
 
 def make_model(name: str) -> nn.Module:
-    """Of a function in a file of the user's, in eval mode."""
+    """The model that a function in a user's file returns, in eval mode."""
     model = returned(name)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name}() should return an nn.Module; it returned {type(model).__name__}")
@@ -298,7 +298,7 @@ def load_checkpoint(model: nn.Module, path: Path) -> None:
 
 
 def sample_shape(model: nn.Module, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """As given, or the features of the model's first layer."""
+    """The shape of a sample: the one given, or the features of the model's first layer."""
     if given is not None:
         return given
     for part in model.modules():

@@ -30,7 +30,7 @@ def choices_of(problem: Problem, as_json: bool) -> dict[str, Any]:
 
 
 def _tuning(problem: Problem) -> Iterator[Tuned]:
-    """Of a user's model as it is, too, beside what fuse makes of it."""
+    """Tunes the case's parts, and of a user's model those that it has as it is, beside those that fuse makes of it."""
     from factorlayer.cli.case import run_by
     from factorlayer.stacks.tuning import parts_of, tuning
 

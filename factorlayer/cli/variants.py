@@ -44,7 +44,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Table:
-    """Of layers that are planned together."""
+    """The variants of layers that are planned together."""
 
     layers: tuple[str, ...]
     chain: str
@@ -75,7 +75,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
 
 
 def tables(problem: Problem, gpu: Gpu, min_run_time: float) -> Iterator[Table]:
-    """Of each layer or stack that v3 runs. A stack that no single kernel takes comes layer by layer."""
+    """The table of each layer or stack that v3 runs. A stack that no single kernel takes comes layer by layer."""
     for stack, x in _called(problem):
         layers = stack.alone() if len(stack.names) > 1 else []
         found = _schemes(stack, x, gpu)

@@ -31,14 +31,10 @@ INPUTS = "inputs"  # behind which any number of numbers stands
 
 @dataclass(frozen=True)
 class Chain:
-    """The contractions in their order; with rank > 1, the sum over the weights' leading axis.
+    """The contractions of a layer in their order, what follows them, and what is asked for: y, or a gradient.
 
-    States that an engine hands on may lie turned: x, or grad_y where all gradients of several contractions are made,
-    as the first or the last one's [outer, inner, p or q], or y, of which `turn` are [outer, rows, columns], as [outer,
-    columns, rows]; with tf32 they are rounded to it. Of gradients it is that of x that is turned so; and `mixed` means
-    that what weights have as q's [outer, rows, columns] comes back as [outer, columns, rows]. A turn can be all that
-    is done, of rows that are `mixed` or not, or the way back through an activation, `slope` or `through`. Or there are
-    `sums` over samples, of what is given; beside these, or a turn, or all three, of what is made.
+    With rank > 1 the chain is summed over the weights' leading axis. There is a field for each stage of the text;
+    csrc/chain.h says what they mean.
     """
 
     contractions: tuple[Contraction, ...]
@@ -47,14 +43,14 @@ class Chain:
     activation: str = "identity"  # a name, or a program (activations/expression.py)
     gradient: bool = False  # not the contraction itself, but the gradient of its weight
     backward: bool = False  # not the contractions themselves, but all their gradients
-    x_turned: bool = False
-    turn: tuple[int, int, int] | None = None
-    mixed: tuple[int, int, int] | None = None
+    x_turned: bool = False  # x is the first contraction's [outer, inner, p]; with backward, grad_y the last one's, of q
+    turn: tuple[int, int, int] | None = None  # y, or the gradient of x, [outer, rows, columns], is stored transposed
+    mixed: tuple[int, int, int] | None = None  # the q's of grad_y come as [outer, columns, rows] of what weights have
     slabs: int = 0  # states that lie by slabs of 32 samples: grad_y, or that and the gradient of x
     tf32: bool = False  # float32 products may be rounded to TensorFloat-32
-    slope: int = 0  # features of y, if it is not y that is made, but the gradient of what is activated, from grad_y
-    through: int = 0  # the same, of what has been activated before: from the gradient of its result, and that
-    sums: int = 0  # features, if their sums over all samples are made, alone or beside a gradient
+    slope: int = 0  # features, if it makes the gradient of what is activated, from grad_y and what is activated
+    through: int = 0  # features, if it makes that gradient from the activation's result and the gradient of that
+    sums: int = 0  # features, if it makes their sums over all samples, alone or beside a gradient
     inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
     few: bool = False  # all gradients of a Monarch layer, of some hundreds of samples, by the kernels of few
     text: str = field(init=False, compare=False, repr=False)

@@ -42,6 +42,13 @@ class Outline:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"FactorLinear.weight has no {name!r}: {_REFUSED}")
 
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TypeError(f"FactorLinear.weight cannot be computed with: {_REFUSED}")
+
+    # Operators, for which Python asks no attribute, and of which a tensor has no words of its own.
+    __matmul__ = __rmatmul__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = __getitem__ = _refuse
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         raise TypeError(f"FactorLinear.weight cannot be computed with: {_REFUSED}")

@@ -34,6 +34,8 @@ def project(spec: LayerSpec, dense: Tensor) -> list[Tensor]:
             f"it is {tuple(dense.shape)}"
         )
     W = in_double(dense)
+    if not W.is_meta and not W.isfinite().all():
+        raise ValueError("the dense weight has infinite numbers or NaN, to which no matrix is nearest")
     weights = _project_kronecker(spec, W) if spec.tied else _project_monarch(spec, W)
     shaped = zip(weights, spec.weight_shapes, strict=True)
     return [weight.reshape(shape).to(dense.dtype).contiguous() for weight, shape in shaped]

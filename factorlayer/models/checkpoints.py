@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.models.conversion import Conversion
-from factorlayer.models.convert import convert
-from factorlayer.models.dense import converted, load_whole, memory_of
+from factorlayer.models.convert import convert, swap, unguard
+from factorlayer.models.dense import converted, load_whole, memory_of, places
 from factorlayer.models.selection import check_model, settings_of
 
 KEY = "factorlayer.convert"  # of the file's metadata: the mapping, as JSON
@@ -43,7 +43,7 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
     whole = {name: (value.full_tensor() if is_sharded(value) else value).contiguous() for name, value in state.items()}
     try:
         if mesh is None or not any(mesh.get_coordinate() or ()):
-            save_file(whole, path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
+            save_file(_apart(whole), path, metadata={"format": "pt", KEY: json.dumps(mapping_of(model))})
     except SafetensorError as error:
         raise OSError(f"save_converted: {path} cannot be written: {error}") from error
     finally:
@@ -51,17 +51,50 @@ def save_converted(model: nn.Module, path: str | Path) -> None:
             torch.distributed.barrier(group)  # the file is there when any process goes on
 
 
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """In memory that no two share, as safetensors demands: what overlaps another tensor, as a part of it, is copied."""
+    found: dict[str, Tensor] = {}
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for name, value in state.items():
+        begin, end = value.data_ptr(), value.data_ptr() + value.nbytes
+        runs = taken.setdefault(value.untyped_storage().data_ptr(), [])
+        overlaps = any(begin < other_end and other < end for other, other_end in runs)
+        runs.append((begin, end))
+        found[name] = value.clone() if overlaps else value
+    return found
+
+
 def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
     """Converts a model as a file of save_converted says, and loads it. None says that there was nothing to convert, as
     with a file of the dense model, or where the model has been converted so already: one whose parameters are DTensors
-    has to be, and each process takes its own part from the file."""
+    has to be, and each process takes its own part from the file. Where the file does not fit, the layers are the dense
+    ones again; what else fits has been loaded then, as by load_state_dict."""
     check_model(model, "load_converted")
     state, mapping = read(path)
     present = mapping_of(model)
+    for name, settings in mapping.items():
+        if name in present and (there := _structure(present[name])) != _structure(settings):
+            raise ValueError(
+                f"load_converted: {name} is structured otherwise in {path} than in the model, in which it is {there}; "
+                f"the file has {settings}: load it into the model as it was before convert, or restore(model) first"
+            )
     missing = {name: settings for name, settings in mapping.items() if name not in present}
+    before = [(place, place.module) for place in places(model)]
     done = convert(model, missing, initialize="fresh") if missing else None
-    load_whole(model, completed(model, state))
+    try:
+        load_whole(model, completed(model, state))
+    except Exception:
+        swap(before)
+        if not present:
+            unguard(model)
+        raise
     return done
+
+
+def _structure(settings: Any) -> Any:
+    """As JSON has it, and without what runs the layer."""
+    found = json.loads(json.dumps(settings))
+    return {key: value for key, value in found.items() if key != "implementation"} if isinstance(found, dict) else found
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -92,9 +125,11 @@ def completed(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def _names(model: nn.Module) -> list[list[str]]:
-    """The names of a state_dict, those of one tensor together."""
+    """The names of a state_dict, those of one tensor together. A tensor and its transpose are two."""
     groups: dict[object, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = (memory_of(value), value.shape) if isinstance(value, Tensor) and value.numel() else name
+        key: object = name
+        if isinstance(value, Tensor) and value.numel():
+            key = memory_of(value), value.shape, value.stride() if value.layout == torch.strided else None
         groups.setdefault(key, []).append(name)
     return list(groups.values())

@@ -94,7 +94,7 @@ def convert(
     after = before + sum(change.parameters_after - change.parameters_before for change in changes)
     if inputs is not None:
         changes = _fitted(model, made, changes, inputs, ridge)
-    _swap(made)
+    swap(made)
     if made:
         _guard(model)
     return Conversion(tuple(changes), tuple(left), before, after, dry_run)
@@ -112,7 +112,7 @@ def _fitted(
     for _, layer in made:
         if layer.bias is not None:
             layer.register_parameter("bias", nn.Parameter(layer.bias.detach().clone()))
-    fits = distil(model, made, batches, ridge, _swap)
+    fits = distil(model, made, batches, ridge, swap)
     found = []
     for (place, layer), change in zip(made, changes, strict=True):
         if id(layer) in fits:
@@ -173,11 +173,11 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
         changes.append(Change(place.names, spec_in_words(layer.spec), after, *sizes))
         made.append((place, dense))
     before = count_of(model)
-    _swap(made)
+    swap(made)
     with torch.no_grad():
         for bias, values in biases:
             bias.copy_(values)
-    _unguard(model)
+    unguard(model)
     return Conversion(tuple(changes), (), before, count_of(model))
 
 
@@ -285,7 +285,7 @@ def _dense(layer: FactorLinear, origin: Origin, kept: bool) -> nn.Module:
     return origin.dense(matrix, layer.bias, any(weight.requires_grad for weight in layer.weights))
 
 
-def _swap(made: list[tuple[Place, Any]]) -> None:
+def swap(made: list[tuple[Place, Any]]) -> None:
     """Where a module's children are kept, which runs no code of the user's that may fail."""
     for place, module in made:
         for parent, name in place.parents:
@@ -297,7 +297,7 @@ def _guard(model: nn.Module) -> None:
         model.register_load_state_dict_pre_hook(refuse_dense)
 
 
-def _unguard(model: nn.Module) -> None:
+def unguard(model: nn.Module) -> None:
     for key, hook in list(model._load_state_dict_pre_hooks.items()):
         if _is_guard(hook):
             del model._load_state_dict_pre_hooks[key]

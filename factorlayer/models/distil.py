@@ -7,16 +7,14 @@ are those that the layer gets behind the layers that were fitted before it, so t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from factorlayer.layers import FactorLinear
 from factorlayer.models.dense import Place, Sharing, bias_of, matrix_of
 from factorlayer.models.fit import SWEEPS, Fit, fit_pairs
-from factorlayer.models.rows import Example, call, evaluated
+from factorlayer.models.rows import Example, evaluated, listen, without_shortcuts
 
 Made = Sequence[tuple[Place, FactorLinear]]
 Record = tuple[Tensor, Tensor]  # what a layer was called with, and returned
@@ -43,7 +41,7 @@ def distil(
     fits: dict[int, Fit] = {}
     sharing = Sharing(model)
     ready: list[tuple[Place, nn.Module]] = []
-    with evaluated(model), _called():
+    with evaluated(model), without_shortcuts():
         for place, layer in _in_order(model, made, batches):
             bias = bias_of(place.module)
             held = bias is not None and bool(sharing.others(place.module, bias))
@@ -80,19 +78,6 @@ def _pairs(
             yield x, target
 
 
-@contextmanager
-def _called() -> Iterator[None]:
-    """Layers are called as modules: by nn.TransformerEncoder, which would read their weights, and where the model is
-    compiled, too."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
 def _in_order(model: nn.Module, made: Made, batches: Iterable[Example]) -> Made:
     """As the first batch comes through them; without those that it does not."""
     first = next(_checked(batches), None)
@@ -100,7 +85,7 @@ def _in_order(model: nn.Module, made: Made, batches: Iterable[Example]) -> Made:
         raise ValueError("convert: inputs should have batches, there are none")
     by_module = {id(place.module): (place, layer) for place, layer in made}
     calls: list[int] = []
-    _listen(model, [place.module for place, _ in made], first, lambda module, x, output: calls.append(id(module)))
+    listen(model, [place.module for place, _ in made], first, lambda module, x, output: calls.append(id(module)))
     if not calls:
         raise ValueError("convert: with inputs the model calls none of the layers that it was to fit")
     return [by_module[number] for number in dict.fromkeys(calls)]
@@ -119,22 +104,5 @@ def _checked(batches: Iterable[Example]) -> Iterator[Example]:
 def _records(model: nn.Module, module: nn.Module, batch: Example) -> list[Record]:
     """Of each call of a module in a call of the model. Copies: what comes behind may write over them."""
     found: list[Record] = []
-    _listen(model, [module], batch, lambda _, x, output: found.append((x.clone(), output.clone())))
+    listen(model, [module], batch, lambda _, x, output: found.append((x.clone(), output.clone())))
     return found
-
-
-def _listen(
-    model: nn.Module, modules: Sequence[nn.Module], batch: Example, say: Callable[[nn.Module, Tensor, Tensor], None]
-) -> None:
-    """Calls a model, and says of each call of the modules what the input was behind others' hooks, and the output
-    before them."""
-
-    def hear(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
-        say(module, args[0] if args else next(iter(named.values())), output)
-
-    hooks = [module.register_forward_hook(hear, prepend=True, with_kwargs=True) for module in modules]
-    try:
-        call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -121,7 +121,10 @@ def _selectors(layers: Selector | Sequence[Selector] | None) -> list[Selector]:
     if layers is None:
         turned = conv1d()
         return [lambda name, module: isinstance(module, nn.Linear if turned is None else (nn.Linear, turned))]
-    return list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
+    selectors = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
+    if not selectors:
+        raise ValueError("suggest: layers should be selectors of the layers that may change, there are none")
+    return selectors
 
 
 def _ways(chosen: Chosen, structures: Sequence[str], takes: Takes) -> list[Candidate]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import LEAST_MIXED, runs
+from factorlayer.autograd.backward import LEAST_MIXED, launched_texts
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.maths.chain import Chain
@@ -75,7 +75,7 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
         def us_of(batch: int) -> Callable[[str], float]:
             return lambda text: plan_us(text, batch, dtype, gpu)
 
-        asked += runs(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
+        asked += launched_texts(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 

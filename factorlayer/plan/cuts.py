@@ -1,6 +1,6 @@
 """A chain of tied contractions cut into passes: which neighbouring factors are taken as one, and what each pass does.
 
-What neither knows a GPU nor a family of kernels: works.py tiles what is found here.
+Nothing here knows a GPU or a family of kernels: works.py finds tilings for the works that are made here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cuts(chain: Chain, dtype: str) -> Iterator[list[Work]]:
 
 
 def _of_neighbours(modes: tuple[Mode, ...], rank: int, count: int) -> Iterator[list[list[int]]]:
-    """Passes of neighbouring modes each, which are all that one of their units has."""
+    """Cuts into `count` passes of neighbouring modes each, so that a unit of a pass has these modes and no others."""
     order = order_of(modes)
     for runs in parts_of(list(range(len(modes))), count):
         for ways in _orders(as_one(modes, runs), rank):
@@ -47,14 +47,14 @@ def _of_neighbours(modes: tuple[Mode, ...], rank: int, count: int) -> Iterator[l
 
 
 def _orders(modes: tuple[Mode, ...], rank: int) -> list[list[int]]:
-    """With fewest multiply-adds; of a sum the other way round, too: the last contraction is of all terms at once, and
-    with the weights of all."""
+    """The orders of contractions to try: the one with fewest multiply-adds, and for a sum of products its reverse as
+    well, since the last contraction takes all terms at once, with the weights of all."""
     order = order_of(modes)
     return [order, order[::-1]] if rank > 1 and len(order) > 1 else [order]
 
 
 def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
-    """The modes, with neighbours taken as one."""
+    """The ways to take neighbouring modes as one, each as the modes that it leaves."""
     modes = modes_of(chain)
     if len(modes) > MOST_MODES:
         return list(dict.fromkeys(_merged(modes, longest, dtype) for longest in LENGTHS))
@@ -64,7 +64,7 @@ def mergings(chain: Chain, dtype: str) -> list[tuple[Mode, ...]]:
 
 
 def as_one(modes: tuple[Mode, ...], runs: list[list[int]]) -> tuple[Mode, ...]:
-    """Each run of neighbours taken as one."""
+    """The modes that are left if each run of neighbours is taken as one."""
     return tuple(Mode(tuple(part for i in run for part in modes[i].parts)) for run in runs)
 
 
@@ -73,7 +73,7 @@ def _may_be_one(mode: Mode, dtype: str) -> bool:
 
 
 def modes_of(chain: Chain) -> tuple[Mode, ...]:
-    """Of the Kronecker product, slowest first."""
+    """The modes of a Kronecker product, slowest first."""
     by_weight = sorted(chain.contractions, key=lambda c: c.weight)
     sizes = [c.p for c in by_weight]
     outer, inner = around(chain)
@@ -85,7 +85,8 @@ def modes_of(chain: Chain) -> tuple[Mode, ...]:
 
 
 def around(chain: Chain) -> tuple[int, int]:
-    """Sizes of the state before and behind the modes that the chain contracts: of a part of a longer chain."""
+    """The sizes of the state before and behind the modes that a chain contracts, which may be a part of a longer
+    chain."""
     first = chain.contractions[0]
     sizes = {c.weight: c.p for c in chain.contractions}
     before = math.prod(p for weight, p in sizes.items() if weight < first.weight)
@@ -94,7 +95,7 @@ def around(chain: Chain) -> tuple[int, int]:
 
 
 def _merged(modes: tuple[Mode, ...], longest: int, dtype: str) -> tuple[Mode, ...]:
-    """Neighbours taken as one, from the last on, while the product is at most `longest`."""
+    """The modes with neighbours taken as one, from the last on, while the product is at most `longest`."""
     found = [modes[-1]]
     for mode in reversed(modes[:-1]):
         both = Mode(mode.parts + found[0].parts)
@@ -106,7 +107,7 @@ def _merged(modes: tuple[Mode, ...], longest: int, dtype: str) -> tuple[Mode, ..
 
 
 def order_of(modes: tuple[Mode, ...]) -> list[int]:
-    """Fewest multiply-adds, as in spec.py; last modes first among equals."""
+    """The order of contractions with fewest multiply-adds, as in spec.py; last modes first among equals."""
     return sorted(reversed(range(len(modes))), key=lambda i: 1 / modes[i].p - 1 / modes[i].q)
 
 

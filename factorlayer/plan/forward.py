@@ -24,8 +24,8 @@ from factorlayer.plan.works import least_us, tile_all
 
 @functools.lru_cache(1024)
 def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The fastest of cuts into passes, contractions one by one, both of a Monarch layer at once, all as a dense layer,
-    and a stack of one."""
+    """The fastest passes of a layer among five ways: cut into passes, contraction by contraction, both contractions of
+    a Monarch layer at once, all of them as one dense layer, and the layer as a stack of one."""
     best, weight = None, math.inf
     ways = [(works, [least_us(work, batch, gpu) for work in works]) for works in cuts(chain, dtype)]
     for works, least in sorted(ways, key=lambda way: _with_passes(sum(way[1]), len(way[0]))):
@@ -60,8 +60,8 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
 
 
 def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | None) -> Plan:
-    """Contractions one by one, or another plan, if that is better or nobody goes back through the activation behind the
-    last of them."""
+    """The plan that takes contractions one by one, or the `other` plan, if that is better or no pass goes back through
+    the activation behind the last contraction."""
     try:
         alone = Plan(chain, dtype, batch, gpu, one_by_one(chain, dtype, batch, gpu))
     except PlanError:
@@ -72,23 +72,24 @@ def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | No
 
 
 def _weight(plan: Plan) -> float:
-    """What plans are compared by."""
+    """The number that plans are compared by: the lower, the better."""
     return _with_passes(class_us(plan.passes, plan.batch), len(plan.passes))
 
 
 def _with_passes(us: float, passes: int) -> float:
-    """With what another kernel, and memory for what lies between, have to be worth."""
+    """The weight of passes that take `us` microseconds: every pass but the first has to be worth its kernel and the
+    memory between."""
     return us * PASS_WEIGHT ** (passes - 1) + PASS_US * (passes - 1)
 
 
 def _without_passes(weight: float, passes: int) -> float:
-    """What so many passes may take for that weight."""
+    """The microseconds that so many passes may take for that weight."""
     return (weight - PASS_US * (passes - 1)) / PASS_WEIGHT ** (passes - 1)
 
 
 def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The fastest passes of a dense layer whose weight is multiplied out; none where it has to be scaled, and who
-    scales it back has no kernel."""
+    """The fastest passes of a dense layer whose weight is multiplied out. There are none where the weight has to be
+    scaled and no kernel scales it back."""
     if dtype != whole.SCALED:
         return forward(layer, dtype, batch, gpu)
     ways = [fastest(OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
@@ -97,8 +98,8 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
 
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[Offer]:
-    """The fastest of those that take both contractions of a Monarch layer, unless few samples have a family by itself,
-    and of those that take a dense layer: of few samples by itself, of more as a stack of one."""
+    """The fastest pass that takes both contractions of a Monarch layer, unless few samples have a family for
+    themselves; and the fastest for a dense layer: a family for few samples, or a stack of one for more."""
     if batch > BATCHES[0] or not family_of(best.passes[0]).alone:
         yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
     if chain.is_dense and not chain.turn and not chain.x_turned:

@@ -58,8 +58,8 @@ def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 
 
 def behind(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The way back through an activation, by itself or with the product that makes what is activated; and the gradient
-    of a bias, sums over samples, by itself or beside the former."""
+    """The passes that go back through an activation, by themselves or with the product that makes what is activated,
+    and that sum the gradient of a bias over samples, by themselves or beside the former."""
     if chain.through and from_result(chain.activation) is None:
         raise PlanError(f"the slope of {chain.activation!r} cannot be told from its result")
     if not chain.contractions:
@@ -93,7 +93,8 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 
 @functools.lru_cache(256)
 def _with_bias(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """By one kernel, if that is predicted to be no slower than the others with another one for the bias's."""
+    """One kernel that makes the bias's gradient with all others, if it is predicted to be no slower than the fastest
+    way without it and a kernel for the bias's behind that."""
     plain = _all_gradients(replace(chain, bias=False), dtype, batch, gpu)
     alone = [first for first, *rest in plain if tuple(rest) == first.finishing]
     both = [(each, *each.finishing) for first in alone if (each := first.with_bias(batch))]
@@ -103,7 +104,7 @@ def _with_bias(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 
 @functools.lru_cache(256)
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], ...]:
-    """Ways, one at least."""
+    """The ways to make all gradients, at least one. Raises PlanError if there is none."""
     ways_back = _of_inputs(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
     found = (*ways_back, *_by_visits(chain, dtype, batch, gpu))
     if batch > BATCHES[0] and chain.is_kronecker and whole.takes(chain, dtype):
@@ -116,7 +117,8 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tupl
 def _or_as_dense(
     others: tuple[tuple[Pass, ...], ...], chain: Chain, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[tuple[Pass, ...], ...]:
-    """Of a Kronecker product: other ways, or, where that is predicted to be faster, by its dense weight alone."""
+    """The `others`, or instead of them the way by the dense weight, where that is predicted to be faster for a
+    Kronecker product."""
     if not (together := _as_dense(chain, dtype, batch, gpu)):
         return others
     us = whole.family(chain).margin.of(chain, dtype, batch, gpu) * evenly_us(together, batch)
@@ -126,8 +128,9 @@ def _or_as_dense(
 
 @functools.lru_cache(256)
 def _is_worth_a_weight(chain: Chain, dtype: str, gpu: Gpu) -> bool:
-    """Whether all gradients by a dense weight's are predicted to be faster than by several calls, for few more samples
-    than few and for many, together: what has a plan for some needs one for many."""
+    """Whether making all gradients by the dense weight's gradient is predicted to be faster than by several calls.
+    Numbers of samples from just above few up to many are judged together, as a chain with a plan for some samples needs
+    one for many."""
     ratio = 1.0
     for batch, counts in COUNTS.items():
         margin = whole.family(chain).margin.of(chain, dtype, batch, gpu)
@@ -137,8 +140,9 @@ def _is_worth_a_weight(chain: Chain, dtype: str, gpu: Gpu) -> bool:
 
 
 def _by_visits(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pass, ...]]:
-    """Of a Kronecker product. One factor's gradient and product go back through what is before and behind them as well,
-    each by itself; of an x that is several tensors nothing else goes back."""
+    """The way by visits of a Kronecker product, where it is predicted to be faster than several calls. A single factor
+    needs no visit, as its gradient and its product can each be made by itself, whatever lies before and behind its
+    mode; unless x is several tensors, which only visits read so."""
     plain = all(c.tied for c in chain.contractions) and not (chain.turn or chain.slabs or chain.mixed)
     if not plain or not (chain.inputs or (len(chain.contractions) > 1 and are_worth_it(chain, dtype, batch, gpu))):
         return []
@@ -168,7 +172,7 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
 
 
 def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
-    """Of an x that is several tensors, by families that read it so."""
+    """The ways of families that read an x which is several tensors."""
     if len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:
@@ -177,14 +181,14 @@ def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
 
 
 def _at_one_visit(chain: Chain) -> tuple[Family, ...]:
-    """Families of one untied contraction."""
+    """The families that make both gradients of one untied contraction."""
     return OF_ONE_UNTIED_BY_SLABS if chain.slabs else OF_ONE_UNTIED
 
 
 @functools.lru_cache(256)
 def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
-    """Whether both gradients at one visit are predicted to be faster than one by one, for many samples: what has a
-    kernel for these has one for fewer as well."""
+    """Whether making both gradients at one visit is predicted to be faster than one by one, for many samples: a
+    contraction with a kernel for many samples has one for fewer as well."""
     batch = BATCHES[-1]
     visit = fastest(_at_one_visit(chain), chain, dtype, batch, gpu)
     (c,) = chain.contractions
@@ -195,7 +199,7 @@ def _is_worth_it(chain: Chain, dtype: str, gpu: Gpu) -> bool:
 
 
 def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """Of a layer whose weights are multiplied out."""
+    """The passes that make all gradients of a layer whose weights are multiplied out."""
     product = dense(whole.transposed(chain), dtype, batch, gpu)
     if not product:
         return ()
@@ -204,7 +208,8 @@ def _as_dense(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...
 
 
 def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[float, tuple[Pass, ...]]]:
-    """Ways of all gradients of a Monarch layer of any sizes, each behind what it is predicted to take."""
+    """The ways to make all gradients of a Monarch layer of any sizes, each with the microseconds it is predicted to
+    take."""
     ways = (WHOLE_MONARCH, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
     found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
     return [(family.margin.times * class_us(passes, batch, untied=True), passes) for family, passes in found if passes]
@@ -212,8 +217,9 @@ def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple
 
 @functools.lru_cache(256)
 def _are_worth_one_visit(chain: Chain, dtype: str, gpu: Gpu) -> bool:
-    """Whether all gradients at once, or by a dense weight's, are predicted to be faster than by one contraction after
-    the other, for few more samples than few and for many, together: what has a plan for some needs one for many."""
+    """Whether making all gradients of a Monarch layer at once, or by a dense weight's, is predicted to be faster than
+    contraction by contraction. Numbers of samples from just above few up to many are judged together, as a chain with a
+    plan for some samples needs one for many."""
     ratio = 1.0
     for batch, counts in COUNTS.items():
         together = min((us for us, _ in _of_two_untied(chain, dtype, batch, gpu)), default=math.inf)
@@ -225,8 +231,8 @@ def _are_worth_one_visit(chain: Chain, dtype: str, gpu: Gpu) -> bool:
 
 
 def _apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """Of both contractions of a Monarch layer by themselves: the state made again and turned, as grad_y is; then of
-    each the gradient of its weight, and back through it."""
+    """The passes that make all gradients of a Monarch layer contraction by contraction: the state is made again and
+    turned, and so is grad_y; then, of each contraction, come the gradient of its weight and the way back through it."""
     first, second = chain.contractions
     turned = second.outer, second.p, second.inner
     passes = one_by_one(Chain((first,), turn=turned, tf32=chain.tf32), dtype, batch, gpu)
@@ -249,7 +255,8 @@ def _gradient(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> tup
 
 
 def _in_order(c: Contraction, mixed: tuple[int, int, int], dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """Of q's that come in another order: one family takes them so, and is asked whatever the number of samples."""
+    """The passes that make a weight's gradient from q's that come in another order, by the one family that takes
+    them."""
     if math.prod(mixed[1:]) != c.q or c.inner > 1:
         return ()
     return fastest(OF_WEIGHT_IN_ORDER, c, dtype, batch, gpu, mixed=mixed[1:])

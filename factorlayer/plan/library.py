@@ -99,7 +99,7 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Sum:
-    """Of so many elements, down to one row."""
+    """The sum of so many elements, down to one row."""
 
     elements: int
 
@@ -119,13 +119,13 @@ Call = Product | Pointwise | Sum | Added
 
 
 def contracted_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
-    """Microseconds of a layer, one contraction behind another, with all its gradients if it is trained. dtype may be
-    tf32."""
+    """The microseconds of a layer that is taken contraction by contraction, with all its gradients if it is trained.
+    dtype may be tf32."""
     return sum(call.us(dtype, gpu) for call in calls(chain, batch, training))
 
 
 def multiplied_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
-    """The same with its matrix multiplied out before; infinitely many where that is not to be had."""
+    """The microseconds of a layer whose matrix is multiplied out before; infinitely many where that cannot be done."""
     is_known = all(c.tied for c in chain.contractions) or chain.is_monarch
     if chain.is_dense or not is_known or chain.in_features * chain.out_features > LARGEST_MATRIX:
         return math.inf

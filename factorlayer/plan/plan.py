@@ -25,17 +25,17 @@ PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another ker
 
 
 def asked_of(text: str, batch_class: int) -> tuple[int, ...]:
-    """Numbers of samples that times of a text's plan are asked for."""
+    """The numbers of samples that the times of a text's plan are asked for."""
     return (ASKED_OF_GROUPS if takes_turns(text) else ASKED)[batch_class]
 
 
 def takes_turns(text: str) -> bool:
-    """Whether it is a recurrence's steps, forward or back."""
+    """Whether a text is that of a recurrence's steps, forward or back."""
     return text.startswith("gru ") and not text.endswith(" | slopes")
 
 
 def words(name: str) -> str:
-    """A class's name as Python's functions are named."""
+    """The name of a class, written as names of Python's functions are."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
@@ -45,9 +45,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """Passes in order; states between them lie in two scratch buffers in turn, sums of a gradient and chunks of weights
-    in a third, and visits may name more for their states. `us` is predicted. Of a stack, `chain` is the first
-    layer's."""
+    """Passes in order. The states between them lie in two scratch buffers in turn, sums of a gradient and chunks of
+    weights in a third, and visits may name more buffers for their states. `us` is predicted. The plan of a stack has
+    the first layer's `chain`."""
 
     chain: Chain
     dtype: str
@@ -73,21 +73,21 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Samples that go through all passes together, a multiple of CHUNK, of which any rows are whole pieces of 16
-        bytes; 0 is the whole batch."""
+        """How many samples go through all passes together: a multiple of CHUNK, so that any rows of them are whole
+        pieces of 16 bytes; 0 stands for the whole batch."""
         bounds = [p.most_samples for p in self.passes if p.most_samples]
         bounds += [CHUNK_BYTES // max(self.scratch[:2])] if self._handing_on else []
         return max(CHUNK, min(bounds) // CHUNK * CHUNK) if bounds else 0
 
     def _buffers(self, i: int) -> tuple[str, str]:
-        """What a pass reads and writes, states in two buffers in turn."""
+        """The buffers that a pass reads and writes; states take two buffers in turn."""
         p, before = self.passes[i], sum(each.writes == "state" for each in self.passes[:i])
         last = i == len(self.passes) - 1
         read = p.reads if p.reads != "state" else f"s{(before - 1) % 2}" if before else "x"
         return read, p.writes if p.writes != "state" else "y" if last else f"s{before % 2}"
 
     def text(self) -> str:
-        """What csrc/runtime reads."""
+        """The plan as csrc/runtime reads it."""
         lines = ["factorlayer plan 1", f"chunk {self.chunk}", " ".join(map(str, ("scratch", *self.scratch)))]
         for i, p in enumerate(self.passes):
             read, written = self._buffers(i)

@@ -48,12 +48,12 @@ ALONE = 1.1  # times what a layer is predicted to take beside those that one pas
 
 
 def plan_text(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """For csrc/runtime; PlanError says why there is none."""
+    """The plan as text, for csrc/runtime. Raises PlanError, which says why there is none."""
     return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).text()
 
 
 def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The same plan for people."""
+    """The plan of plan_text in words, for people."""
     return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)))
 
 
@@ -65,12 +65,12 @@ def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: i
 
 
 def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> bool:
-    """The same of as many samples as the first class of batches has."""
+    """Whether there is a plan for as many samples as the first class of batches has."""
     return has_plan(chain, dtype, arch, sms, shared, memory, 0)
 
 
 def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> float:
-    """Microseconds with many samples; infinitely many where there is no kernel."""
+    """The microseconds that a plan is predicted to take with many samples; infinitely many where there is no kernel."""
     try:
         return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared, memory)).us
     except PlanError:
@@ -90,8 +90,8 @@ def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memo
 
 
 def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
-    """Microseconds that a plan is predicted to take in a CUDA graph, for each of the numbers of samples that are asked
-    for; infinitely many where there is none."""
+    """The microseconds that a plan is predicted to take in a CUDA graph, for each of the numbers of samples that are
+    asked for; infinitely many where there is no plan."""
     asked = asked_of(chain, batch_class)
     try:
         us = us_for(chain, dtype, gpu, batch_class)
@@ -101,8 +101,8 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
 
 
 def us_for(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> Callable[[int], float]:
-    """Microseconds that the plan of that class is predicted to take of so many samples, with functions in double, which
-    passes do not count."""
+    """A function that predicts the microseconds of that class's plan for a number of samples. It adds functions in
+    double, which passes do not count."""
     passes = plan_of(chain, dtype, batch_class, gpu).passes
 
     def of_passes(samples: int) -> float:
@@ -118,14 +118,14 @@ def us_for(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> Callable[[int]
 
 
 def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:
-    """Samples that functions in double take as long for: dense layers' tiles are dealt to multiprocessors, of which
-    some have one more."""
+    """The number of samples whose functions in double take as long as those of `samples`: tiles of dense layers are
+    dealt to multiprocessors, some of which get one more."""
     each = LEAST_ROWS * gpu.sms
     return -(-samples // each) * each if samples > each and all(layer.is_dense for layer in layers) else samples
 
 
 def _functions(layers: Sequence[Chain], backward: bool) -> int:
-    """Special functions of a sample."""
+    """How many special functions a sample takes."""
     count = 0
     for layer in layers:
         makes_slope = layer.slope or layer.through
@@ -135,7 +135,7 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
 
 
 def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The runs of many samples."""
+    """The runs of layers for many samples, as text."""
     return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 2))
 
 
@@ -148,15 +148,15 @@ def cut_of_few(stack: str, dtype: str, arch: int, sms: int, shared: int, memory:
 
 
 def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The runs to be trained by, for each class of batches."""
+    """The runs of layers to be trained by, as text, for each class of batches."""
     gpu = Gpu(arch, sms, shared, memory)
     return BETWEEN_CUTS.join(str(runs_of(stack, dtype, gpu, i, backward=True)) for i in range(len(BATCHES)))
 
 
 def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool = False) -> tuple[tuple[int, int], ...]:
-    """Runs of a stack's layers, from one number up to another, each of which one pass takes, or, to be trained, one
-    forward and one back. Of such runs they are the fastest by prediction, but that many samples go through all layers
-    that Hopper's own families take."""
+    """The runs of a stack's layers, as pairs of the first layer and the one behind the last. One pass takes each run;
+    to be trained, one forward and one back. They are the fastest by prediction, except that many samples go through all
+    layers at once if Hopper's own families take them."""
     layers = [layer.text for layer in parse_layers(stack)]
     chains, computed = parsed(stack, dtype)
     batch = BATCHES[batch_class]
@@ -204,7 +204,7 @@ def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
 
 
 def _read(text: str, dtype: str) -> tuple[tuple[Chain, ...], str, str]:
-    """The layers, what they are computed in, and which of WORDS stands behind them."""
+    """The layers of a text, what they are computed in, and which of WORDS stands behind them."""
     *parts, last = text.split(" | ")
     asked = last if last in WORDS and parts else ""
     return *parsed(" | ".join(parts) if asked else text, dtype), asked

@@ -48,15 +48,15 @@ def samples_of(batch: int, untied: bool = False) -> tuple[int, ...]:
 
 
 def evenly_us(passes: Sequence[Pass], batch: int) -> float:
-    """The same of passes that take longer without samples than others do: the fewest samples of the class count as
-    well."""
+    """What class_us says of passes, for a comparison with passes that take longer without samples: the fewest samples
+    of the class count as well."""
     samples = [asked[0] for asked, most in zip(ASKED, BATCHES, strict=True) if most == batch] + [batch]
     samples += [MANY_MORE * batch] if batch == BATCHES[-1] else []
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """A pass for each contraction. Of a pass that reads what the one before has made last, the last samples come first,
+    """A pass for each contraction. A pass that reads what the one before has made last takes the last samples first,
     where that is faster."""
     each = products(chain, dtype)
     last = len(each) - 1
@@ -73,8 +73,9 @@ def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 
 
 def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> tuple[Pass, ...]:
-    """A product whose y lies as it is wanted. Groups that take turns there store parts of sectors of L2 each: where it
-    is predicted to be faster, they are stored one after the other, and turned."""
+    """The passes of a product that store y as it is wanted. Untied groups may store only parts of L2's sectors where
+    they take turns: where it is predicted to be faster, groups are stored one behind another, and a second pass turns
+    them."""
     made = product_pass(product, batch, gpu, first, last)
     found = unturned(product) if batch > BATCHES[0] else None
     if not found:
@@ -109,7 +110,8 @@ def _together(made: Pass, batches: tuple[int, ...]) -> float:
 
 
 def _is_faster(of_few: Pass, other: Pass, batches: tuple[int, ...]) -> bool:
-    """For all numbers of samples together; or for each, where the other one is made for many."""
+    """Whether the pass for few samples is faster for all numbers of samples together; or for each of them, where the
+    `other` one is not made for many."""
     if family_of(other).last or other.is_for_many:
         return _together(of_few, batches) < _together(other, batches)
     return all(of_few.us_of(batch) < other.us_of(batch) for batch in batches)

@@ -28,7 +28,7 @@ def is_recurrent(text: str) -> bool:
 
 
 def plan_recurrent(text: str, dtype: str, batch: int, gpu: Gpu) -> Plan:
-    """For so many sequences, or, of slopes, rows."""
+    """The plan of a recurrent unit's text, for so many sequences; if it asks for slopes, for so many rows."""
     if text == FEW:
         return Plan(NOTHING, dtype, batch, gpu, fastest(OF_DECODE_FEW, dtype, batch, gpu))
     if text in DRAWS:
@@ -53,7 +53,7 @@ def plan_recurrent(text: str, dtype: str, batch: int, gpu: Gpu) -> Plan:
 
 
 def _plan_decoder(decoder: Decoder, dtype: str, batch: int, gpu: Gpu) -> Plan:
-    """The layers one behind another, and the head."""
+    """The plan of a decoder's step: its layers one behind another, and the head."""
     steps = [fastest(OF_DECODE_STEP, decoder, layer, dtype, batch, gpu) for layer in range(decoder.layers)]
     parts = [*steps, fastest(OF_DECODE_CHOICE, decoder, dtype, batch, gpu)]
     if not all(parts):

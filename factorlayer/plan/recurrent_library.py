@@ -36,14 +36,14 @@ SUM_US = 11.4  # of a sum over few or many rows at least: 671 of 128 and of 384,
 
 @dataclass(frozen=True)
 class RowsSum(Sum):
-    """Of all rows to one: a bias's gradient. Few columns keep few multiprocessors busy."""
+    """The sum of all rows to one, such as a bias's gradient. With few columns few multiprocessors are busy."""
 
     def us(self, dtype: str, gpu: Gpu) -> float:
         return max(SUM_US, super().us(dtype, gpu))
 
 
 class Sequences(NamedTuple):
-    """Of one call. `rows` are all steps of all of them; `packed` ones may have other lengths."""
+    """The sequences of one call. `rows` counts all steps of all of them; `packed` ones may have different lengths."""
 
     sequences: int
     steps: int
@@ -74,8 +74,7 @@ def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
     """Operations of a call beside the recurrence's own kernels."""
     h, rows, cells = unit.hidden, given.rows, len(unit.features)
     yield Pointwise(given.sequences * h)  # initial states
-    if cells > 1:
-        yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
+    yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
     for features in unit.features:
         yield product(rows, GATES * h, features)
         if unit.bias:
@@ -121,7 +120,7 @@ def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: boo
 
 
 def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> tuple[float, float]:
-    """Of a step, forward and back."""
+    """The microseconds of a step, forward and back."""
     h, together = unit.hidden, given.together
     computed = "tf32" if dtype == "float32" and in_tf32 else dtype
     found = []

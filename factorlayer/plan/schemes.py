@@ -57,7 +57,7 @@ class Scheme:
 
 
 def schemes(text: str, dtype: str, batch_class: int, gpu: Gpu) -> list[Scheme]:
-    """Of a chain or stack, forward; the fastest by prediction first."""
+    """The ways to run a chain or a stack forward; the fastest by prediction first."""
     layers, dtype = parsed(text, dtype)
     batch = BATCHES[batch_class]
     found = _of_stack(layers, dtype, batch, gpu) if len(layers) > 1 else _of_chain(layers[0], dtype, batch, gpu)
@@ -117,7 +117,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
 
 
 def _samples(p: Pass) -> Fraction:
-    """Of a tile."""
+    """How many samples a tile has."""
     p = p.of if isinstance(p, Instead) else p
     units = p.units if isinstance(p, Resident) else p.rows if isinstance(p, Mapped | Wide) else p.units_per_block
     return Fraction(units, p.units_per_sample)

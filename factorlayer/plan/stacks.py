@@ -1,4 +1,4 @@
-"""Layers that one pass takes, forward or back."""
+"""Plans of several layers that one pass takes, forward or back."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def plan_stack(
     states: bool = False,
     frozen: bool = False,
 ) -> Plan:
-    """Of layers that one pass takes, and stores the states between if these are wanted, or that makes all gradients. If
-    they are frozen, what is done with weights alone takes no time."""
+    """The plan of layers that one pass takes: forward, storing the states between them if `states`, or `backward`,
+    making all gradients. If the layers are `frozen`, passes that read weights alone take no time."""
     asked = layers, dtype, batch, gpu
     if layers[0].inputs:
         offered = [] if backward or frozen else list(ways(OF_ANY_STACK, *asked, states=states))
@@ -67,8 +67,8 @@ def plan_stack(
 
 @functools.lru_cache(256)
 def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> bool:
-    """Whether a pass that streams their weights is predicted to be faster than layer by layer, for many samples: layers
-    that have a kernel for these have one for few as well."""
+    """Whether a pass that streams the layers' weights is predicted to be faster than layer by layer, for many samples:
+    layers with a kernel for many samples have one for few as well."""
     found = fastest(OF_WIDE_STACK, layers, dtype, BATCHES[-1], gpu, states=states)
     if not found:
         return False
@@ -77,7 +77,8 @@ def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> b
 
 
 def are_hoppers(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
-    """Whether families that Hopper alone has take them all at once, which was measured to be faster than one by one."""
+    """Whether families that only Hopper has take all layers at once, which was measured to be faster than one by
+    one."""
     if layers[0].inputs:
         return False
     return bool(fastest(OF_STACK, layers, dtype, BATCHES[1], gpu)) or _streams(layers, dtype, gpu, False)
@@ -85,8 +86,8 @@ def are_hoppers(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
 
 @functools.lru_cache(256)
 def _is_worth_it(families: Sequence[Family], layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
-    """Whether the pass that takes any layers is predicted to be faster than layer by layer, for so many samples or for
-    many: what has a kernel for these has one for fewer as well."""
+    """Whether a pass of the families that take any layers is predicted to be faster than layer by layer, for so many
+    samples or for many: layers with a kernel for many samples have one for fewer as well."""
     back = families is OF_ANY_STACK_BACK
 
     def is_faster(batch: int) -> bool:
@@ -102,14 +103,15 @@ def _is_worth_it(families: Sequence[Family], layers: tuple[Chain, ...], dtype: s
 
 
 def us_around(passes: Sequence[Pass], batch: int) -> float:
-    """Predicted microseconds of so many samples, and of twice as many: one number alone may just fill a GPU once."""
+    """The microseconds that passes are predicted to take for so many samples and for twice as many, added up: a single
+    number of samples might just fill a GPU once."""
     return sum(p.us_of(samples) for samples in (batch, 2 * batch) for p in passes)
 
 
 @functools.lru_cache(1024)
 def back_us(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
-    """The same of what autograd/backward.py makes a dense layer's gradients of: back through its activation, its
-    weight's and its bias's, and that of what it reads."""
+    """The microseconds, added up as by us_around, of the gradients of a dense layer as autograd/backward.py makes them:
+    back through its activation, of its weight and its bias, and of what it reads."""
 
     def us(*chains: Chain) -> float:
         try:

@@ -34,8 +34,9 @@ MOST_VISITS = 4  # of a chain: of 76 drawn layers none was predicted to be faste
 
 @functools.lru_cache(256)
 def visits(chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int = 0) -> tuple[Pass, ...] | None:
-    """All gradients by visits of neighbouring modes, each of any sizes: the states between them once more, then back.
-    The fastest of all ways, or of those with `count` visits."""
+    """The passes that make all gradients by visits of neighbouring modes of any sizes: those that make the states
+    between visits once more, then the visits from the last on. They are the fastest of all ways, or of those with
+    `count` visits."""
     best: tuple[Pass, ...] | None = None
     for best in _faster_and_faster(chain, dtype, batch, gpu, count, math.inf):  # noqa: B007 (the last one is wanted)
         pass
@@ -52,8 +53,8 @@ class Way(NamedTuple):
 def _faster_and_faster(
     chain: Chain, dtype: str, batch: int, gpu: Gpu, count: int, us: float
 ) -> Iterator[tuple[Pass, ...]]:
-    """Ways with `count` visits, or any, that take less than `us`, each less than the one before it. What may be the
-    fastest is tried first."""
+    """Ways with `count` visits, or with any number, that take less than `us`, each less than the one before it. The
+    ways are tried in the order of the least time that they may take."""
     ways = (_way(chain, dtype, *way, batch, gpu) for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1])))
     for way in sorted(ways, key=lambda way: sum(way.least)):
         if REDUCTION_US + sum(way.least) >= us:
@@ -77,7 +78,7 @@ def _way(chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]
 
 
 def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
-    """Modes, some taken as one, and runs of them that a visit takes."""
+    """The ways to visit a chain: its modes, of which some are taken as one, and the runs of modes that visits take."""
     for modes in mergings(chain, dtype):
         if len(modes) > MOST_MODES:
             continue
@@ -87,7 +88,8 @@ def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...],
 
 
 def _orders(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[list[int]]]:
-    """From either end, or with the smallest states between visits: as order_of() has it."""
+    """The orders of visits to try: from either end, or with the smallest states between visits, as order_of() has
+    it."""
     orders = [runs]
     for order in (runs[::-1], [runs[i] for i in order_of(as_one(modes, runs))]):
         if order not in orders:
@@ -96,7 +98,7 @@ def _orders(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[list[in
 
 
 def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple[Pass, ...] | None:
-    """Its passes, or None where one has no tiling or all would take more than `most` microseconds."""
+    """The passes of a way, or None where one has no tiling or all would take more than `most` microseconds."""
     modes, runs, works, least = way
     last, rank = len(works) - 1, chain.rank
     sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
@@ -147,8 +149,8 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
 
 
 def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
-    """The visit that reads x, of a sum of products: a block has all terms of a tile and adds up what comes back to x,
-    or it has one, and a pass behind it adds that up."""
+    """The visit that reads the x of a sum of products: either a block has all terms of a tile and adds up what comes
+    back to x, or it has one term, and a pass behind it adds that up."""
     ways: list[tuple[Pass, ...]] = []
     together = _tiled(CHAIN_BACKWARD, replace(work, rank=rank, terms=1, apart=False), places, batch, gpu)
     if together:
@@ -168,16 +170,16 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
 
 @functools.lru_cache(256)
 def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
-    """Whether visits are predicted to be faster than one contraction after another, by several calls, whose memory has
-    to be worth as much as that between passes. Many samples are asked of as some are: what has a plan for the one class
-    of batches has one for the other."""
+    """Whether visits are predicted to be faster than several calls, contraction by contraction, whose memory has to be
+    worth as much as that between passes. The answer for many samples is that for some, as a chain with a plan for the
+    one class of batches has one for the other."""
     batch = min(batch, BATCHES[1])
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, PASS_WEIGHT * apart_us(chain, dtype, batch, gpu)))
 
 
 @functools.lru_cache(256)
 def apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
-    """Of all gradients by several calls, as autograd/backward.py would make them."""
+    """The microseconds of all gradients by several calls, as autograd/backward.py would make them."""
     rank = chain.rank
     apart = rank * _term_us(chain, dtype, batch, gpu, True)
     if rank > 1:  # terms' gradients of x are added up, or it is made of all terms, by the chain back
@@ -193,13 +195,13 @@ def apart_us(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
 
 
 def _turned_us(c: Contraction, dtype: str, terms: int, gpu: Gpu) -> float:
-    """Of a weight transposed, for the way back."""
+    """The microseconds of transposing a weight, for the way back."""
     return _us(fastest(OF_TURN, 1, c.q, c.p, dtype, terms, gpu))
 
 
 def _term_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
-    """Of all gradients of one term, x's if that is wanted: a run of neighbours by a family that makes all of theirs, or
-    a contraction by itself, its gradient and that of what it reads."""
+    """The microseconds of all gradients of one term, and of x's if that is wanted. A family makes all gradients of a
+    run of neighbours at once, or a contraction is taken by itself: its gradient and that of what it reads."""
     steps, last = chain.contractions, len(chain.contractions) - 1
     least = [0.0] + [math.inf] * len(steps)  # of the first so many contractions
     for end in range(1, len(steps) + 1):
@@ -232,5 +234,5 @@ def _us(passes: Iterable[Pass]) -> float:
 
 
 def _tiled(family: Family, *asked: Any) -> Any:
-    """Its pass, without those that finish it."""
+    """The family's pass for what is asked, without those that finish it."""
     return family.tile(*asked) if family.tile else None

@@ -1,5 +1,5 @@
-"""A structured layer as a dense one: before a dense layer's passes the pass that makes its weight, and, back, behind
-them those that make gradients of its own weights."""
+"""Passes of a structured layer that is run as a dense one: forward, a pass that makes the dense weight comes before
+those of the dense layer; back, passes that make the gradients of the structured weights come behind them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SCALED", "all_gradients", "dense", "family", "forward", "takes", "tr
 
 
 def takes(chain: Chain, dtype: str) -> bool:
-    """Whether it is a layer's chain of several contractions, forward or back, of which nothing is turned."""
+    """Whether a chain is a layer of several contractions, or its gradients, in which nothing is turned."""
     turned = chain.x_turned or chain.turn or chain.mixed or chain.slabs
     if len(chain.contractions) == 1 or turned or chain.parameters or chain.inputs or chain.slope:
         return False
@@ -33,12 +33,12 @@ def family(chain: Chain) -> Family:
 
 
 def dense(chain: Chain) -> Chain:
-    """The dense layer that the contractions are."""
+    """The dense layer that computes what the contractions do."""
     return _of_one(chain, chain.in_features, chain.out_features)
 
 
 def transposed(chain: Chain) -> Chain:
-    """The dense layer of x's gradient."""
+    """The dense layer that makes the gradient of x."""
     return _of_one(chain, chain.out_features, chain.in_features)
 
 

@@ -21,7 +21,7 @@ LEAST_OF_PASS = 2.0  # microseconds that any takes, however little it moves
 
 
 def least_us(work: Work, batch: int, gpu: Gpu) -> float:
-    """No tiling of it is predicted to be faster for the class of batches."""
+    """A bound: no tiling of the work is predicted to be faster than this for the class of batches."""
     first, *_, last = work.states
     moved = (math.prod(first) * work.held + math.prod(last) * work.terms) * work.outer * work.inner
     of_sample = least_of_sample(work, moved, 1, gpu)
@@ -30,8 +30,8 @@ def least_us(work: Work, batch: int, gpu: Gpu) -> float:
 
 
 def least_of_sample(work: Work, moved: int, times: int, gpu: Gpu) -> float:
-    """The GPU's microseconds for a sample, if a pass moves so many elements and multiplies so many times: several
-    factors taken as one are multiplied by `mma.sync` alone."""
+    """The least microseconds that the GPU takes for a sample, if a pass moves so many elements and multiplies so many
+    times: several factors taken as one are multiplied by `mma.sync` alone."""
     states = zip(work.steps, work.states, strict=False)
     products = sum(mode.q * math.prod(state) for (_, mode), state in states if len(mode.parts) > 1)
     products *= 2 * times * max(work.rank, work.terms) * work.outer * work.inner
@@ -39,8 +39,8 @@ def least_of_sample(work: Work, moved: int, times: int, gpu: Gpu) -> float:
 
 
 def tile_all(works: list[Work], batch: int, gpu: Gpu, least: list[float], most: float) -> tuple[Pass, ...] | None:
-    """The fastest pass of each; or None, if one has none, or if they take `most` microseconds, when those that are not
-    tiled yet take the `least` ones."""
+    """The fastest pass of each work; or None, if a work has none, or if all would take `most` microseconds, when works
+    that are not tiled yet take their `least`."""
     tiled: list[Pass] = []
     for number, work in enumerate(works):
         if class_us(tiled, batch) + sum(least[number:]) >= most:
@@ -53,7 +53,7 @@ def tile_all(works: list[Work], batch: int, gpu: Gpu, least: list[float], most: 
 
 
 def _fastest(work: Work, batch: int, gpu: Gpu) -> Pass | None:
-    """Of all families, by predicted times of the class of batches."""
+    """The fastest pass of all families, by the times that are predicted for the class of batches."""
     found = [passes[0] for passes in ways(OF_WORK, work, batch, gpu)]
     alone = single(work, batch, gpu)
     return min([*found, *([alone] if alone else [])], key=lambda made: class_us((made,), batch), default=None)

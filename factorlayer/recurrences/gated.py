@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.named import activate
-from factorlayer.activations.texts import UserActivation, scalars
+from factorlayer.activations.texts import UserActivation, computed, scalars
 from factorlayer.autograd import recurrent_ops
 from factorlayer.autograd.inputs import check_alike
 from factorlayer.autograd.layer_ops import transforms_active
@@ -25,9 +26,10 @@ from factorlayer.layers import refuse_script
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import ProjectionError, project, projection_error
 from factorlayer.maths.recurrence import GATE_NAMES, GATES, TAKEN, Recurrence, is_dense, structure_of
+from factorlayer.maths.spec import Factors
 from factorlayer.maths.steps import Walk, batched, naive
 from factorlayer.plan.recurrent_library import Sequences, Unit
-from factorlayer.recurrences.cell import KINDS, Cell, Parameters
+from factorlayer.recurrences.cell import KINDS, Cell, Parameters, cells_of
 from factorlayer.recurrences.layout import cut
 from factorlayer.tuning.recurrent import why_slower
 
@@ -37,6 +39,7 @@ class Gated(Recorded):
 
     _who: str  # who complains
     input_size: int
+    _sizes: tuple[Any, ...]  # factors, input_factors, blocks and rank, as they were given
     projection_errors: dict[str, ProjectionError]  # by the gate's matrix, of what was made of a dense one
 
     def _build(
@@ -58,12 +61,11 @@ class Gated(Recorded):
         for cell in cells:
             for name, shape in cell.shapes.items():
                 self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-        stage = self._chain.activation
         self.activation: str | Expression | nn.Module | None
         if isinstance(activation, nn.Module):
             self.activation = activation.to(device=device, dtype=dtype)
-        else:  # what a function computes, not the function: that can be pickled
-            self.activation = Expression.parse(stage) if "/" in stage else None if stage == "identity" else stage
+        else:
+            self.activation = computed(self._chain.activation)
         self.projection_errors = {}
         self.reset_parameters()
 
@@ -107,16 +109,16 @@ class Gated(Recorded):
 
     def _take(self, dense: nn.Module) -> None:
         """The parameters of an nn.GRU or nn.GRUCell: its matrices gate by gate, the nearest if structured."""
-        given = dict(dense.named_parameters())
         with torch.no_grad():
             for cell in self.cells:
                 parameters = {name: getattr(self, name) for name in cell.shapes}
-                for name in parameters.keys() & given.keys():
-                    parameters[name].copy_(given[name])
+                for name, parameter in parameters.items():
+                    if hasattr(dense, name):  # a parametrized one is no parameter of its module
+                        parameter.copy_(getattr(dense, name))
                 for kind in KINDS:
                     if is_dense(cell.spec(kind)):
                         continue
-                    matrices = given[f"weight_{kind}{cell.suffix}"].chunk(GATES)
+                    matrices = getattr(dense, f"weight_{kind}{cell.suffix}").chunk(GATES)
                     each = zip(GATE_NAMES, matrices, cell.weights(kind, parameters), strict=True)
                     for gate, matrix, weights in each:
                         found = project(cell.spec(kind), matrix)
@@ -336,6 +338,8 @@ class Gated(Recorded):
             )
         if transforms_active() and self.implementation == "auto":
             return "under torch.func it is called for each sample"
+        if not is_compiling() and torch._C._is_tracing():
+            return "torch.jit.trace takes numbers of sequences and steps for tensors, which its op is not given"
         recurrence = self.cells[0].recurrence
         if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
             return _given_up[recurrence.text, x.dtype]
@@ -347,21 +351,39 @@ class Gated(Recorded):
             return None
         return why_slower(self.cells[0].recurrence, self._unit, given, training, x)
 
+    def _sizes_again(self) -> tuple[Any, ...]:
+        """factors, input_factors, blocks and rank that build the same matrices: those of the first cell if they do, or
+        as they were given, where no such sizes say what all cells' matrices have."""
+        cell, given = self.cells[0], self._sizes
+        kinds = inputs, recurrent = structure_of(cell.inputs), structure_of(cell.recurrent)
+        factors: Factors = cell.inputs.out_factors if "factors" in TAKEN[inputs] else None
+        if "factors" in TAKEN[recurrent]:
+            factors = cell.recurrent.in_factors, cell.recurrent.out_factors
+        input_factors = cell.inputs.in_factors if "factors" in TAKEN[inputs] else None
+        blocks = (cell.inputs if inputs == "blocks" else cell.recurrent).in_factors[0] if "blocks" in kinds else None
+        found = factors, input_factors, blocks, max(cell.inputs.rank, cell.recurrent.rank)
+        sizes = self.input_size, cell.hidden, False, recurrent, inputs, *found
+        layers, directions = getattr(self, "num_layers", None), 1 + bool(getattr(self, "bidirectional", False))
+        try:
+            cells, _ = cells_of(self._who, *sizes, "after", None, None, False, layers, directions)
+        except ValueError:
+            return given
+        alike = all(
+            c.inputs == own.inputs and c.recurrent == own.recurrent for c, own in zip(cells, self.cells, strict=True)
+        )
+        return found if alike else given
+
     def _kind(self) -> list[str]:
         """The further arguments that build this module again."""
         cell, weight = self.cells[0], next(self.parameters())
         inputs, recurrent = structure_of(cell.inputs), structure_of(cell.recurrent)
         parts = [f"structure={recurrent!r}"] if recurrent != "dense" else []
         parts += [f"input_structure={inputs!r}"] if inputs != recurrent else []
-        if "factors" in TAKEN[recurrent]:
-            parts.append(f"factors={(cell.recurrent.in_factors, cell.recurrent.out_factors)}")
-        elif "factors" in TAKEN[inputs]:
-            parts.append(f"factors={cell.inputs.out_factors}")
-        parts += [f"input_factors={cell.inputs.in_factors}"] if "factors" in TAKEN[inputs] else []
-        found = [s.in_factors[0] for s in (cell.inputs, cell.recurrent) if structure_of(s) == "blocks"]
-        parts += [f"blocks={found[0]}"] if found else []
-        rank = max(cell.inputs.rank, cell.recurrent.rank)
+        factors, input_factors, blocks, rank = self._sizes_again()
         given = {
+            "factors": (factors, None),
+            "input_factors": (input_factors, None),
+            "blocks": (blocks, None),
             "rank": (rank, 1),
             "reset": (cell.recurrence.reset, "after"),
             "activation": (self.activation, "tanh"),

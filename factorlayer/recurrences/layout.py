@@ -54,11 +54,20 @@ def _packed_alike(who: str, given: Sequence[Any]) -> list[PackedSequence]:
             raise TypeError(
                 f"{who}: input should be a list of tensors or of PackedSequences, input[{i}] is of the type {kind}"
             )
-        own, order = each.sorted_indices, first.sorted_indices
-        in_order = own is order or (own is not None and order is not None and torch.equal(own, order))
-        if not in_order or not torch.equal(each.batch_sizes, first.batch_sizes):
+        if not _are_alike(each, first):
             raise ValueError(f"{who}: the PackedSequences of input should have the same lengths, input[{i}] has others")
     return list(given)
+
+
+def _are_alike(one: PackedSequence, other: PackedSequence) -> bool:
+    """Whether their sequences have the same lengths, in the same order."""
+    if not torch.equal(one.batch_sizes, other.batch_sizes):
+        return False
+    own, order = one.sorted_indices, other.sorted_indices
+    if own is order:
+        return True
+    as_given = torch.arange(int(one.batch_sizes[0]), device=one.data.device)
+    return torch.equal(as_given if own is None else own, as_given if order is None else order)
 
 
 def _of_one(who: str, x: Any, batch_first: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Layout:
@@ -93,7 +102,8 @@ def _of_packed(x: PackedSequence) -> Layout:
     sequences, steps, shape = int(sizes[0]), len(sizes), (data.shape[0],)
     if int(sizes[-1]) == sequences:
         return Layout([data], Walk(sequences, steps, 1, sequences), shape, x)
-    lengths = torch.searchsorted(-sizes, -torch.arange(1, sequences + 1), right=True)  # sizes descend
+    places = torch.arange(1, sequences + 1, device=sizes.device)
+    lengths = torch.searchsorted(-sizes, -places, right=True)  # sizes descend
     offsets = sizes.cumsum(0) - sizes
     walk = Walk(sequences, steps, 1, 0, None, lengths.to(data.device), offsets.to(data.device))
     return Layout([data], walk, shape, x)
@@ -101,6 +111,8 @@ def _of_packed(x: PackedSequence) -> Layout:
 
 def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> Walk:
     wanted = "cu_seqlens should be integers [sequences + 1] that ascend from 0 to the rows of input"
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{who}: {wanted}; it is of the type {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0] or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{who}: {wanted}; it is {cu_seqlens.dtype} and has the shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != x.device:
@@ -134,16 +146,28 @@ def state_of(who: str, hx: Tensor | None, layout: Layout, cells: int, hidden: in
 
 
 def mask_of(who: str, starts: Tensor | PackedSequence | None, layout: Layout) -> Tensor | None:
-    """[rows]"""
+    """[rows]; None where there are no rows, of which none begins."""
     if starts is None:
         return None
     mask = starts.data if isinstance(starts, PackedSequence) else starts
-    if mask.dtype != torch.bool or tuple(mask.shape) != layout.shape:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != layout.shape:
+        came = f"of the type {type(mask).__name__}"
+        if isinstance(mask, Tensor):
+            came = f"{mask.dtype} and has the shape {tuple(mask.shape)}"
         raise ValueError(
             f"{who}: starts should be a mask (torch.bool) of the shape {layout.shape}, that of input without its "
-            f"features; it is {mask.dtype} and has the shape {tuple(mask.shape)}"
+            f"features; it is {came}"
         )
-    return mask.reshape(-1)
+    if mask.device != (device := layout.rows[0].device):
+        raise TypeError(
+            f"{who}: input and starts should be on one device, input is on {device} and starts on {mask.device}"
+        )
+    if isinstance(starts, PackedSequence) and (layout.packed is None or not _are_alike(starts, layout.packed)):
+        raise ValueError(
+            f"{who}: starts is a PackedSequence, so input should be one of the same lengths; "
+            + ("it is none" if layout.packed is None else "its lengths are others")
+        )
+    return mask.reshape(-1) if mask.numel() else None
 
 
 def cut(walk: Walk, starts: Tensor, reverse: bool) -> Walk:

@@ -36,7 +36,8 @@ if missing_extension is None:
 FROZEN = " | frozen"
 ALIGNMENT = 128  # elements, as in csrc/chain.cpp
 
-# For an x: its dtype and device, whether TF32 does, whether autocast cast it, and the implementation.
+# What the packed tensors depend on: the dtype and device of x, whether it runs in TF32, whether autocast has cast it,
+# and the implementation.
 Key = tuple[torch.dtype, torch.device, bool, bool, str]
 
 
@@ -59,7 +60,8 @@ class Frozen:
         _wait_for(values)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickle: what another GPU's kernels take may be something else."""
+        """The state for copies and pickle. It leaves out what kernels have taken, which another GPU's kernels may take
+        in another form."""
         kept = ("stack", "shapes", "features", "values")
         return {name: self.__dict__[name] for name in kept}
 
@@ -68,13 +70,14 @@ class Frozen:
         self._take(self.values)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """As to a parameter."""
+        """Applies the function to the frozen tensors, as nn.Module does to parameters."""
         with torch.inference_mode(False), torch.no_grad():
             self._take(function(self.values))
 
     def run(self, x: Input, implementation: str) -> Tensor | None:
-        """x [..., in] -> [..., out] by one call, or None where something else has to be done: gradients, say."""
-        # A microsecond in here is a tenth of a call: no look at a thing that costs more than what follows from it.
+        """x [..., in] -> [..., out] by one call. Returns None where that call does not apply, such as where x has a
+        gradient."""
+        # A microsecond in here is a tenth of a call, so a check may not cost more than the case that it is for.
         if type(x) is not Tensor or (x.requires_grad and torch.is_grad_enabled()):
             return None
         if transforms_active() or forward_ad._current_level >= 0:
@@ -114,11 +117,11 @@ class Frozen:
         return y if is_matrix else y.reshape(*shape[:-1], y.shape[-1])
 
     def prepare(self, implementation: str) -> None:
-        """For calls with x like the values."""
+        """Packs the tensors for calls with an x of their dtype and device."""
         self.run(self.values.new_empty(0, self.features), implementation)
 
     def _pack(self, x: Tensor, casting: bool, implementation: str) -> tuple[str, Tensor] | None:
-        """A text and a tensor for the op; None where no kernel takes all layers at once."""
+        """The text and the tensor that the op takes, or None where no kernel takes all layers at once."""
         values, count = self.values, len(self.stack.layers)
         if implementation not in ("auto", "fused") or count == 1 or x.device != values.device:
             return None
@@ -158,7 +161,7 @@ def _refuse_capture(like: Tensor) -> None:
 
 
 def _wait_for(made: Tensor) -> None:
-    """Calls may come on other streams."""
+    """Waits until a tensor is made, as calls may come on other streams."""
     if made.is_cuda:
         torch.cuda.current_stream(made.device).synchronize()
 

@@ -100,7 +100,8 @@ class _TypeAskedError(Exception):
 
 
 class _Proxy(Proxy):
-    """Stands for a tensor, and does not say that it is none."""
+    """Stands for a tensor while a graph is traced; code that asks for its type would learn that it is no tensor, and is
+    refused."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -111,7 +112,8 @@ class _Proxy(Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Calls of PyTorch's modules, of ours and of what cannot be traced are nodes; others are looked into."""
+    """Traces a module: calls of PyTorch's modules, of ours and of what cannot be traced become nodes, and others are
+    looked into."""
 
     def __init__(self, opaque: dict[str, str], method: str, arguments: Sequence[str]) -> None:
         super().__init__()
@@ -120,7 +122,8 @@ class _Tracer(fx.Tracer):
         self.through: list[nn.Module] = []
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Tensors for what has to be given, by name; nothing for *args, **kwargs and what has a default."""
+        """Makes tensors for the arguments that have to be given, by name; nothing for *args, **kwargs and arguments
+        with a default."""
         self.through.append(self.root)
         given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.arguments}
         return lambda root: root_fn(root, **given), [self.root]
@@ -162,7 +165,8 @@ Traced = tuple[fx.Graph, list[Read], list[nn.Module]]
 
 
 def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str], method: str) -> Traced:
-    """For a graph knows one only."""
+    """Traces in training mode and in evaluation mode, and refuses a module whose graphs differ: a graph holds one of
+    them only."""
     training, evaluation = _in_both_modes(module, lambda: _trace_once(module, opaque, method))
     if str(training[0]) != str(evaluation[0]):
         raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
@@ -170,8 +174,8 @@ def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str], method: str)
 
 
 def _trace_once(module: nn.Module, opaque: dict[str, str], method: str) -> Traced:
-    """With arguments left out that may be. Raises ValueError if the module's code does what a graph does not keep; what
-    it has done to the module is undone."""
+    """Traces with the arguments left out that have defaults. Raises ValueError if the module's code does what a graph
+    does not keep. Whatever it has done to the module is undone."""
     parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in module.modules()}
     buffers = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
     drawn = random.getstate(), torch.get_rng_state()
@@ -208,7 +212,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def _switches() -> tuple[bool, ...]:
-    """What a module's code may switch, and a graph does not know of."""
+    """What a module's code may switch without a graph's knowing: gradients, inference mode and autocast."""
     autocast = map(torch.is_autocast_enabled, ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -332,7 +336,8 @@ class _Call(nn.Module):
 
 
 def _activation(module: nn.Module, nodes: Sequence[fx.Node]) -> Activation:
-    """The function that nodes one behind another are, if it is one of single elements; None of nothing, too."""
+    """The function of single elements that some nodes, one behind another, compute; or None if they do not. Without
+    nodes it is None as well."""
     parts: list[nn.Module] = []
     for node in nodes:
         given = [*node.args, *node.kwargs.values()]

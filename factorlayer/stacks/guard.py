@@ -27,7 +27,8 @@ Read = tuple[nn.Module, str]
 
 
 class Quiet:
-    """For classes made from a user's, which should not hear of them."""
+    """Keeps a class from running its base's __init_subclass__: users' classes should not hear of classes that are made
+    from them."""
 
     __slots__ = ()
 
@@ -36,13 +37,14 @@ class Quiet:
 
 
 def class_like(base: type, body: dict[str, Any]) -> type:
-    """A class of the same name, and of its instances, with a body of its own."""
+    """A class of the same name as its base, whose instances pass for the base's, with a body of its own."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base)(base.__name__, (Quiet, base), names | body)
 
 
 class _Unread:
-    """FactorLinear.weight in a trace, which may ask whether it is a tensor: its dtype and device may change."""
+    """Stands for FactorLinear.weight in a trace. Code may ask whether it is a tensor, but reading its dtype or device
+    is refused, as these may change."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ValueError(f"its forward reads FactorLinear.weight.{name}, which a graph would keep as it is now")
@@ -50,7 +52,8 @@ class _Unread:
 
 @contextlib.contextmanager
 def recording(modules: Iterable[nn.Module]) -> Iterator[list[Read]]:
-    """What is read of the modules by their names, in order. As torch.fx does, it watches all there are meanwhile."""
+    """Records which attributes of the modules are read, by name and in order. Like torch.fx, it watches all modules
+    meanwhile."""
     reads: list[Read] = []
     watched = set(modules)
 

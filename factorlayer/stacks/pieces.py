@@ -19,11 +19,17 @@ from factorlayer.stacks.guard import is_equal
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
 from factorlayer.stacks.stand_in import stand_in, why_none
 
-METHODS = ("_ff_block", "feed_forward_chunk")  # by which others call the two layers of a transformer's block
+METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")  # by which others call a block's two layers
 
 
-def piece_of(module: nn.Module, path: str, known: Reasons, implementation: Implementation) -> Whole | InParts:
+def piece_of(
+    module: nn.Module, path: str, known: Reasons, implementation: Implementation, is_part: bool = False
+) -> Whole | InParts:
     """The piece of a module, by its path, which ends in a dot or is nothing."""
+    if is_part and _may_leave_out(module):  # it is called with what its graph leaves out, most often
+        in_parts = InParts(module, path, known, implementation, "it has arguments that may be left out")
+        if in_parts.stacks:
+            return in_parts
     if is_leaf(module):
         return InParts(module, path, known, implementation, "")
     try:
@@ -38,11 +44,7 @@ def _part_of(module: nn.Module, path: str, known: Reasons, implementation: Imple
         return None
     if is_hooked(module) or known.get(module) == "" or why_none(module) is not None:
         return None
-    if _may_leave_out(module):  # it is called with what its graph leaves out, most often
-        in_parts = InParts(module, path, known, implementation, "it has arguments that may be left out")
-        if in_parts.stacks:
-            return in_parts
-    found = piece_of(module, path, known, implementation)
+    found = piece_of(module, path, known, implementation, is_part=True)
     return found if found.stacks else None
 
 
@@ -75,7 +77,8 @@ class Whole:
             owner.add_module(name, part)
         owner._parameters, owner._buffers = module._parameters, module._buffers
         calls = fx.GraphModule(owner, self.trace.graph)
-        # Not copies of what lies on the way to a parameter, but the module's own parts: another may take its place.
+        # GraphModule has copied the modules on the way to a parameter. The module's own parts take their place, as one
+        # of them may be replaced later.
         calls._modules, calls._parameters, calls._buffers = owner._modules, owner._parameters, owner._buffers
         calls.__dict__.update(own)  # where they are found at once
         self.calls, self._forward = calls, calls.forward
@@ -110,7 +113,7 @@ class Whole:
         return {a.name: a.default for a in own if a.default is not inspect.Parameter.empty}
 
     def run(self, own: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """By the graph, or by what else does it."""
+        """Runs the graph; where it does not hold, `own`, the module's own method."""
         arguments = self.trace.arguments
         if named or len(given) != len(arguments):
             found = self._bound(given, named)
@@ -132,7 +135,8 @@ class Whole:
         return self._forward(*found)
 
     def _bound(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The graph's arguments, if the others are what they were; nothing if these are none of its forward's."""
+        """The graph's arguments, if the other arguments are as they were in the trace, and None if not; () if the call
+        does not fit the method's signature."""
         try:
             bound = signature(self.module, self.method).bind(*given, **named).arguments
         except TypeError:
@@ -158,16 +162,16 @@ class Whole:
         return self.path.rstrip(".") or type(self.module).__name__
 
     def places(self) -> Iterator[str]:
-        """The paths of the largest parts that fuse makes one module of."""
+        """The paths of the largest parts that fuse makes one module of: its own, if it has stacks."""
         if self.stacks:
             yield self.path.rstrip(".")
 
     def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """As torch.compile sees it, which follows a graph."""
+        """The call under torch.compile, which can follow a graph."""
         return self.run(self.module, given, named)
 
     def twin(self) -> nn.Module:
-        """A stand-in that runs as it says."""
+        """A stand-in for the module, whose method runs this graph."""
         return stand_in(self.module, {}, {self.method: self.as_method()})
 
     def as_method(self) -> Callable[..., Any]:
@@ -238,14 +242,15 @@ class InParts:
             self.stacks |= piece.stacks
 
     def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """As torch.compile sees it, which cannot follow a stand-in: the module itself."""
+        """The call under torch.compile, which cannot follow a stand-in: the module runs as it is, with a warning."""
         if self.stacks:
             frozen = any(stack.frozen is not None for stack in self.stacks.values())
             _say_as_it_was(self._name(), any(self.places()), frozen)
         return self.module(*given, **named)
 
     def places(self) -> Iterator[str]:
-        """The same of its parts, or its own, if methods of its are fused."""
+        """The paths of the largest parts that fuse makes one module of: its own, if methods of it are fused, else those
+        of its parts."""
         if self.methods:
             yield self.path.rstrip(".")
         else:

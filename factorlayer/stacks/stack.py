@@ -63,14 +63,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Layer:
-    """One of a stack. A dense layer is a Kronecker product of one factor."""
+    """One layer of a stack. A dense layer counts as a Kronecker product of one factor."""
 
     spec: LayerSpec
     chain: Chain
     tensors: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """`tensors` are weights, parameters of the activation, and the bias behind them."""
+        """Counts `tensors`: the weights, the parameters of the activation, and the bias behind them."""
         count = len(self.spec.weight_shapes) + self.chain.parameters + self.chain.bias
         object.__setattr__(self, "tensors", count)
 
@@ -85,7 +85,7 @@ class Layer:
 
 
 def layer_of(member: nn.Module) -> Layer | None:
-    """What a FactorLinear or an nn.Linear is, or None of anything else, as of quantised ones."""
+    """The Layer that describes a FactorLinear or an nn.Linear, or None for anything else, such as a quantised layer."""
     if any(map(is_foreign, member._parameters.values())):
         return None
     if isinstance(member, FactorLinear) and type(member).forward is FactorLinear.forward:
@@ -108,7 +108,7 @@ _OF_PYTORCH = ("DTensor", "FakeTensor", "FunctionalTensor")
 def run_stack(
     stack: Stack, layers: Sequence[Layer], x: Input, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
 ) -> Tensor:
-    """The result of all layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each in errors."""
+    """Runs all layers on x [..., in]. `tensors` are theirs, layer by layer; `who` names each layer in errors."""
     if are_several(x):
         return _of_inputs(stack, layers, x, tensors, implementation, who)
     if len(layers) > 1 and implementation in ("auto", "fused"):
@@ -116,29 +116,7 @@ def run_stack(
         if y is not None:
             return y
         try:
-            if x.dim():
-                cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
-                recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
-                if implementation == "auto" and (is_dynamo_compiling() or choices.TABLE):
-                    text, batch = stack.text_for(cast), cast.numel() // (cast.shape[-1] or 1)
-                    if why_measured_batched(text, cast, batch, recorded) is not None:
-                        return _one_by_one(layers, x, tensors, "batched", who)
-                left = why_auto_is_not_stacked(stack, cast) if implementation == "auto" else None
-                joined = recorded and (implementation == "fused" or is_joined(stack, cast))
-                found = runs(stack, cast, recorded, joined) if left is None and why_no_stack(cast) is None else ()
-                if found and implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None:
-                    found = ()
-                if found:
-                    is_matrix = len(cast.shape) == 2
-                    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
-                    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
-                        y = fused_stack(found[0][2], rows, given, recorded)
-                        if rows.is_cuda and not recorded and implementation == "auto" and not is_compiling():
-                            batch = rows.shape[0]  # by the eager call from now on
-                            take_kernels(found[0][2], dtype_name(rows.dtype), rows.get_device(), batch, recorded)
-                    else:
-                        y = _run_by_run(found, layers, rows, given, implementation, who)
-                    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+            y = _by_runs(stack, layers, x, tensors, implementation, who) if x.dim() else None
         except (CompileError, torch.OutOfMemoryError):
             raise
         except (AttributeError, RuntimeError):
@@ -150,11 +128,46 @@ def run_stack(
             if y is not None and y.is_complex():  # for weights that are complex, which x is not, there are no kernels
                 return y
             raise
+        if y is not None:
+            return y
     return _one_by_one(layers, x, tensors, implementation, who)
 
 
+def _by_runs(
+    stack: Stack, layers: Sequence[Layer], x: Tensor, tensors: Sequence[Tensor], implementation: str, who: Sequence[str]
+) -> Tensor | None:
+    """Runs layers by the raw ops, as many at once as kernels take. Returns None where no kernel takes several layers,
+    or `auto` leaves all of them to themselves."""
+    cast, given, _ = autocast(x, tensors, None) if any_autocast() else (x, tensors, None)
+    recorded = torch.is_grad_enabled() and any_requires_grad(cast, None, given)
+    if implementation == "auto":
+        if is_dynamo_compiling() or choices.TABLE:
+            text, batch = stack.text_for(cast), cast.numel() // (cast.shape[-1] or 1)
+            if why_measured_batched(text, cast, batch, recorded) is not None:
+                return _one_by_one(layers, x, tensors, "batched", who)
+        if why_auto_is_not_stacked(stack, cast) is not None:
+            return None
+    if why_no_stack(cast) is not None:
+        return None
+    found = runs(stack, cast, recorded, recorded and (implementation == "fused" or is_joined(stack, cast)))
+    if not found or (implementation == "auto" and why_predicted_apart(stack, cast, recorded) is not None):
+        return None
+    is_matrix = len(cast.shape) == 2
+    rows = cast if is_matrix else cast.reshape(-1, cast.shape[-1])
+    if len(found) == 1 and found[0][1] - found[0][0] == len(layers):
+        text = found[0][2]
+        y = fused_stack(text, rows, given, recorded)
+        if rows.is_cuda and not recorded and implementation == "auto" and not is_compiling():
+            # By the eager call from now on.
+            take_kernels(text, dtype_name(rows.dtype), rows.get_device(), rows.shape[0], recorded)
+    else:
+        y = _run_by_run(found, layers, rows, given, implementation, who)
+    return y if is_matrix else y.reshape(*x.shape[:-1], layers[-1].spec.out_features)
+
+
 def _at_once(stack: Stack, x: Tensor, tensors: Sequence[Tensor], implementation: str) -> Tensor | None:
-    """By the eager call past the dispatcher; None where something else has to be done, or is wrong."""
+    """Makes the eager call past PyTorch's dispatcher. Returns None where that call does not apply, or an argument is
+    wrong."""
     chooses, kind = implementation == "auto", type(x)
     if kind is not Tensor and kind is not nn.Parameter:
         return None
@@ -182,9 +195,9 @@ def _of_inputs(
     implementation: str,
     who: Sequence[str],
 ) -> Tensor:
-    """All layers on tensors [..., features of each] side by side: at once, where kernels read these so: on a CPU, and
-    on a GPU without gradients. Elsewhere the first layer by itself, if it is structured, else on what is concatenated:
-    dense layers are faster together."""
+    """Runs all layers on several tensors [..., features of each], side by side. On a CPU, and on a GPU without
+    gradients, one call reads them where they lie, if there are kernels for it. Elsewhere the first layer runs by
+    itself, if it is structured; dense layers, which are faster together, take the concatenated tensors."""
     first = layers[0]
     if len(layers) == 1:
         return _one_by_one(layers, given, tensors, implementation, who)
@@ -213,8 +226,8 @@ def _of_inputs(
 def _text_of_inputs(
     stack: Stack, inputs: Sequence[Tensor], tensors: Sequence[Tensor], implementation: str
 ) -> str | None:
-    """What takes all layers at once and reads the inputs where they lie, if it is to be taken: on a CPU as for one
-    tensor, on a GPU without gradients."""
+    """The text of the kernels that take all layers at once and read the inputs where they lie, or None if they are not
+    to run. On a CPU they run as for one tensor, on a GPU only without gradients."""
     x, batch = inputs[0], inputs[0].numel() // inputs[0].shape[-1]
     recorded = torch.is_grad_enabled() and any_requires_grad(x, None, [*inputs, *tensors])
     if (x.is_cuda and recorded) or why_no_stack(x) is not None:
@@ -249,8 +262,8 @@ def why_predicted_apart(stack: Stack, x: Tensor, recorded: bool) -> str | None:
 
 
 def is_joined(stack: Stack, x: Tensor) -> bool:
-    """Whether auto joins layers that are trained one by one: on Hopper, where they are short, they are known to be
-    faster so than by PyTorch, elsewhere that is predicted. A graph is compiled for every batch."""
+    """Whether auto joins layers that are trained one by one. On Hopper, in 16 bits and TF32, that is known to be faster
+    than PyTorch; elsewhere it is predicted. A compiled graph serves every batch, so nothing is predicted for it."""
     if not x.is_cuda:
         return False
     batch = 0 if is_compiling() else x.numel() // (x.shape[-1] or 1)
@@ -268,7 +281,7 @@ def _run_by_run(
     implementation: str,
     who: Sequence[str],
 ) -> Tensor:
-    """Each run at once, and layers outside of them one by one."""
+    """Runs each run of layers by one call, and layers outside of runs one by one."""
     at = first = 0  # among layers, and among tensors
     for begin, end, text in (*found, (len(layers), len(layers), "")):
         behind = first + sum(layer.tensors for layer in layers[at:begin])
@@ -301,7 +314,7 @@ Activation = nn.Module | Expression | str | None
 
 class LayerStack(nn.Module):
     """Layers of a model, one behind another, with activations behind them. The parameters stay the members' own. Where
-    a dropout between them drops something, they run as the stacks before it and behind it."""
+    a dropout between them drops something, the layers before it and those behind it run as two stacks."""
 
     def __init__(
         self,
@@ -310,7 +323,8 @@ class LayerStack(nn.Module):
         who: str,
         dropouts: Sequence[Sequence[nn.Module]] = (),
     ) -> None:
-        """Each with its name, and the activation behind it. `dropouts` are what stands behind that, for each."""
+        """`members` are the layers, each with its name and the activation behind it; `dropouts` are, for each layer,
+        those behind its activation."""
         super().__init__()
         self.names, self.implementation = tuple(name for name, *_ in members), implementation
         self._owner = who
@@ -339,8 +353,8 @@ class LayerStack(nn.Module):
         super().__setattr__(name, value)
 
     def _look(self) -> None:
-        """Finds where forward looks, which stays where it is: to ask the modules at every call would take longer than
-        all the rest of it."""
+        """Finds once where forward looks up parameters and hooks: to ask the modules at every call would take longer
+        than the rest of it."""
         behind = [part for m in self._members for part in (m.layer, m.activation, *m.dropouts)]
         given = [part for part in behind if isinstance(part, nn.Module)]
         self._dropouts = [part for m in self._members for part in m.dropouts if isinstance(part, nn.Dropout)]
@@ -382,7 +396,7 @@ class LayerStack(nn.Module):
         return any(dropout.training and dropout.p for dropout in self._dropouts)
 
     def _in_parts(self, x: Input, tensors: Sequence[Tensor]) -> Tensor:
-        """Layers up to a dropout as one stack, then the dropout."""
+        """Runs the layers up to each dropout as one stack, then the dropout."""
         at = first = 0  # among layers, and among tensors
         for end, member in enumerate(self._members, 1):
             if member.dropouts or end == len(self._members):
@@ -400,7 +414,7 @@ class LayerStack(nn.Module):
         return any(self._hooks) or any("forward" in own for own in self._owns)
 
     def freeze(self) -> None:
-        """Runs with what its tensors are now, until it is frozen again, or no more."""
+        """Makes the stack run with the tensors as they are now, until freeze or unfreeze is called again."""
         if self._is_hooked():
             raise ValueError(
                 f"{self._owner}: freeze: layers {', '.join(self.names)} should have no hooks, which would not run; "
@@ -423,7 +437,7 @@ class LayerStack(nn.Module):
         self.frozen = None
 
     def _tensors(self) -> list[Tensor] | None:
-        """The members', layer by layer, or None if some have come to have products of their own."""
+        """The members' tensors, layer by layer, or None if some are now of a class that has products of its own."""
         if not self._have_scalars:
             try:
                 own = list(map(getitem, self._parameters_of, self._names_in))
@@ -444,7 +458,7 @@ class LayerStack(nn.Module):
         return [member.layer for member in self._members]
 
     def text_for(self, x: Tensor) -> str:
-        """As the raw ops take it."""
+        """The stack's text, as the raw ops take it for x."""
         return self._stack.text_for(x)
 
     def run_by(self, implementation: str) -> LayerStack:
@@ -452,12 +466,13 @@ class LayerStack(nn.Module):
         return LayerStack(members, implementation, self._owner, [m.dropouts for m in self._members])
 
     def alone(self) -> list[LayerStack]:
-        """Each of its layers by itself."""
+        """Each of its layers as a stack by itself."""
         members = zip(self.names, self._members, strict=True)
         return [LayerStack([(name, m.layer, m.activation)], self.implementation, self._owner) for name, m in members]
 
     def tuned(self, batch: int, training: bool) -> Iterator[Tuned]:
-        """Times and keeps what is faster for `batch` samples: as auto runs where nothing was measured, or batched."""
+        """Times two ways for `batch` samples, and keeps which was faster: batched, and what auto runs where nothing was
+        measured."""
         from factorlayer.tuning.candidates import Tuned, tune
 
         who, tensors = f"{self._owner}: {', '.join(self.names)}", self._tensors()
@@ -485,7 +500,8 @@ class LayerStack(nn.Module):
         yield from tune(who, self.text_for(x), x, batch, training, tensors, runs)
 
     def measured(self) -> list[str]:
-        """What was, for samples like its weights, if it is a stack that auto may run."""
+        """The lines of explain() on what was measured for samples like its weights; none for a single layer, which says
+        so itself."""
         tensors = self._tensors()
         if tensors is None or self.implementation != "auto" or len(self.layers) == 1 or not choices.TABLE:
             return []
@@ -514,7 +530,7 @@ class LayerStack(nn.Module):
 
 
 class RunsAsStacks(nn.Module):
-    """A module whose implementation is that of its stacks, and which is frozen as they are."""
+    """A module that runs as stacks: it sets their implementation, and freezes them."""
 
     _implementation: Implementation
 
@@ -543,14 +559,14 @@ class RunsAsStacks(nn.Module):
             layer.implementation = self._implementation
 
     def _own_layers(self) -> Sequence[FactorLinear]:
-        """The layers that nobody else runs: they are called one by one where one of them has a hook."""
+        """The layers of its own, which it calls one by one where one of them has a hook: what fuse returns has none."""
         return ()
 
     def understood(self) -> list[str]:
         raise NotImplementedError
 
     def explain(self) -> str:
-        """What it runs, as it was understood, and by which implementation if one was asked for."""
+        """Says in words what it runs, as it was understood, and by which implementation if one was asked for."""
         asked = [] if self.implementation == "auto" else [f"  stacks run by {self.implementation}, as asked"]
         measured = [f"  {line}" for stack in self.stacks for line in stack.measured()]
         of_stacks = (p for stack in self.stacks for member in stack.members for p in member.parameters())
@@ -558,11 +574,11 @@ class RunsAsStacks(nn.Module):
         return "\n".join([*self.understood(), *asked, *measured, *shards])
 
     def freeze(self) -> Self:
-        """As factorlayer.freeze() of it, which says more."""
+        """Calls factorlayer.freeze() on this module, whose docstring says more, and returns it."""
         return freeze(self)
 
     def unfreeze(self) -> Self:
-        """As factorlayer.unfreeze() of it."""
+        """Calls factorlayer.unfreeze() on this module, and returns it."""
         return unfreeze(self)
 
     @property
@@ -578,13 +594,13 @@ class RunsAsStacks(nn.Module):
 
 
 def freeze(module: Module) -> Module:
-    """The stacks of all FactorMLP and of all that fuse made in a module, a model that was fused in place for one, run
-    from now on with what their weights are now, for inference.
+    """Makes the stacks in a module run, for inference, with the weights that they have now. Stacks are those of every
+    FactorMLP and of all that fuse has made in the module, such as a model that was fused in place. Returns the module.
 
-    These are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x may
-    have gradients, they have none, and what is done to the parameters has no effect until freeze() is called again.
-    load_state_dict() calls it, and .to(), .half() and the like do the same to what is frozen. Hooks that layers get
-    afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
+    The weights are packed once, as kernels take them; on a GPU this compiles what calls will run. They are constants: x
+    may have gradients, the parameters get none, and changing the parameters has no effect until freeze() is called
+    again. load_state_dict() calls it, and .to(), .half() and the like convert what is frozen as well. Hooks that layers
+    get afterwards are not called. state_dict() has the parameters; copies and pickles are frozen.
     """
     stacks = _stacks_in(module, "freeze")
     before = [stack.frozen for stack in stacks]
@@ -599,7 +615,8 @@ def freeze(module: Module) -> Module:
 
 
 def unfreeze(module: Module) -> Module:
-    """The same stacks run with their weights as they are at each call, and train."""
+    """Makes the stacks in a module run with their weights as they are at each call again, so that they train. Returns
+    the module."""
     for stack in _stacks_in(module, "unfreeze"):
         stack.unfreeze()
     return module
@@ -618,14 +635,15 @@ def _stacks_in(module: nn.Module, who: str) -> list[LayerStack]:
 
 
 def _freeze_again(module: nn.Module, incompatible: object) -> None:
-    """With what it has loaded."""
+    """Freezes a module that is frozen again, after it has loaded parameters."""
     if isinstance(module, RunsAsStacks) and module.is_frozen:
         module.freeze()
 
 
 @dataclass
 class _Member:
-    """A layer, what follows it, which of its parameters that one's p0, p1, … are, and the dropouts behind."""
+    """A layer of a stack, the activation behind it, the names of those of the activation's parameters that are its p0,
+    p1, …, and the dropouts behind."""
 
     layer: nn.Module
     activation: Activation
@@ -643,7 +661,7 @@ class _Member:
         return bool(self.scalar_names or (isinstance(self.layer, FactorLinear) and self.layer._scalar_names))
 
     def tensors(self) -> list[Tensor]:
-        """Weights, the activation's parameters, and the bias."""
+        """The layer's weights, the activation's parameters, and the bias."""
         own, layer = self.layer._parameters, self.layer
         found = [own[name] if name in own else getattr(layer, name) for name in self.names]
         bias = found.pop()
@@ -665,6 +683,6 @@ HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backwa
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling it does something else than its class's forward."""
+    """Whether calling a module does something else than its class's forward."""
     own = vars(module)
     return any(own[name] for name in HOOKS) or "forward" in own

@@ -19,19 +19,20 @@ Example = Tensor | tuple[Any, ...]
 
 
 def tune(model: nn.Module, batch: int | Example) -> list[Tuned]:
-    """Times the fused and the batched implementation of each FactorLinear, FactorMLP and what fuse returned in a model,
-    and keeps what is faster for `auto`, as FactorLinear.warmup(batch, tune=True) does for one layer.
+    """Times the fused and the batched implementation of each FactorLinear, FactorMLP and result of fuse in a model, and
+    keeps what is faster for `auto`, as FactorLinear.warmup(batch, tune=True) does for one layer.
 
     `batch` is how many samples all of them get; or an example, a tensor or a tuple of the model's arguments, with which
-    it is called once, in eval mode and without gradients, to see how many samples each gets. With gradients enabled and
-    parameters that need one, training is timed as well. Returns what came of each, in words by str(); what is measured
-    is kept at once, so that an interrupted call is not lost.
+    the model is called once, in eval mode and without gradients, to see how many samples each gets. With gradients
+    enabled, training is timed as well for parts with parameters that need one. Returns a Tuned for each choice or for
+    why there is none, which str() puts in words. What is measured is kept at once, so that an interrupted call is not
+    lost.
     """
     return list(tuning(model, batch))
 
 
 def tuning(model: nn.Module, batch: int | Example) -> Iterator[Tuned]:
-    """The same one by one."""
+    """Does what tune() does, and yields each result as it comes."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune: model should be an nn.Module, it is {type(model).__name__}")
     if isinstance(batch, bool) or not isinstance(batch, int | Tensor | tuple):
@@ -83,7 +84,7 @@ def _parameters(part: LayerStack | FactorLinear) -> Sequence[Tensor]:
 def _samples(
     model: nn.Module, parts: dict[str, LayerStack | FactorLinear], batch: int | Example
 ) -> dict[str, list[int]]:
-    """How many samples each gets, one number of a class."""
+    """How many samples each part gets: the largest number of each class of batch."""
     if isinstance(batch, int):
         return {name: [batch] for name in parts}
     found: dict[str, set[int]] = {name: set() for name in parts}

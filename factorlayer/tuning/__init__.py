@@ -1,1 +1,1 @@
-"""Measured choice: which implementation was faster for a layer where it runs, timed, kept and looked up."""
+"""Which implementation is faster for a layer where it runs: predicted, or timed and kept, and looked up by auto."""

@@ -67,7 +67,8 @@ def tune(
 
 
 def _why_not_timed(error: Exception, like: Tensor, batch: int) -> str | None:
-    """Of what was raised: no memory, or no kernel. None of anything else."""
+    """What an error means for a user whose layer could not be timed: no memory, or no kernel; None for any other
+    error."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, CompileError):
         return f"fused cannot: {first}"

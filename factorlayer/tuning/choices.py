@@ -32,7 +32,7 @@ SAMPLES = ("up to 64 samples", "up to 2048 samples", "more than 2048 samples")  
 
 @dataclass(frozen=True)
 class Place:
-    """Where a choice was measured. It holds nowhere else."""
+    """The machine and the versions with which a choice was measured. The choice holds nowhere else."""
 
     device: str  # name of the GPU, or of the processor
     driver: str  # of the GPU; empty of a processor
@@ -49,7 +49,8 @@ Key = tuple[str, str, int, bool]  # text of a chain or a stack, dtype, class of 
 
 @dataclass(frozen=True)
 class Choice:
-    """Times of both implementations. `samples` is how many were timed: the choice holds for their whole class."""
+    """The measured times of both implementations. `samples` is how many were timed; the choice holds for their whole
+    class."""
 
     text: str
     dtype: str
@@ -84,18 +85,18 @@ _here = threading.local()
 
 
 def folder() -> Path | None:
-    """Where they are kept, or None if there is no home folder."""
+    """The folder where choices are kept, or None if there is no home folder."""
     where = cache_folder()
     return where / FOLDER if where else None
 
 
 def when_read(read: Callable[[], object]) -> None:
-    """What `load` calls, if anything is kept."""
+    """Registers a function that `load` calls if anything is kept."""
     _load.append(read)
 
 
 def when_changed(call: Callable[[], None]) -> None:
-    """Calls it whenever choices have come into the table."""
+    """Registers a function that is called whenever choices have come into the table."""
     _changed.append(call)
 
 
@@ -112,7 +113,7 @@ def load() -> None:
 
 
 def put(choices: list[Choice]) -> None:
-    """Into the table, in the place of those of the same key and place."""
+    """Puts choices into the table, in the place of those with the same key and place."""
     global BATCHED
     with _lock:
         for choice in choices:
@@ -154,7 +155,7 @@ def measured(
 
 
 def of_both_passes(text: str, x: Tensor, batch: int | None) -> list[Choice]:
-    """For inference and for training with samples like x."""
+    """The choices for inference and for training with samples like x."""
     asked = text, x.dtype, x.device.type, x.get_device(), batch
     return [choice for training in (False, True) for choice in measured(*asked, training)]
 
@@ -169,14 +170,14 @@ def why_batched(
     return None
 
 
-# As in autograd/runtime.py: a constant of a compiled graph, which is one for all batches. What is measured later does
-# not change it.
+# A compiled graph takes the answer for a constant, as in autograd/runtime.py: it serves all batches, and what is
+# measured later does not change it.
 why_batched._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _warn_of_another(choices: list[Choice], device: str, here: Place) -> None:
-    """Of those that were measured on another device of the same kind: a layer that was tuned on a GPU may well run on
-    a processor."""
+    """Warns if a choice was measured on another device of the same kind. Choices of another kind say nothing: a layer
+    that was tuned on a GPU may well run on a processor."""
     others = [choice.place for choice in choices if bool(choice.place.driver) == (device == "cuda")]
     if others:
         warn_once(
@@ -196,14 +197,14 @@ def warn_once(message: str) -> None:
 
 @functools.lru_cache(64)
 def place_of(device: str, index: int) -> Place:
-    """A device of this process. `index` is a GPU's."""
+    """The Place of a device of this process. `index` is a GPU's."""
     if device == "cuda":
         return Place(torch.cuda.get_device_name(index), _driver(), str(torch.__version__), VERSION)
     return Place(_processor(), "", str(torch.__version__), VERSION)
 
 
 def _processor() -> str:
-    """Its name as Linux has it, and elsewhere its architecture's."""
+    """The processor's name as Linux has it, and elsewhere the name of its architecture."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -235,5 +236,5 @@ def _refuse_compiled(who: str) -> NoReturn:
     raise RuntimeError(f"{who}: kernels cannot be timed inside a compiled or exported graph; tune before it is made")
 
 
-# So that torch.compile raises it, and does not leave the call to a run without it.
+# So that torch.compile raises the error, and does not run the call uncompiled.
 _refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -31,7 +31,8 @@ HOUR = 3600  # after which a draft is a killed process's
 
 
 def keep(choices: Sequence[Choice]) -> None:
-    """In the table, and in the folder; a folder that cannot be written costs later processes the choice."""
+    """Puts choices into the table and into the folder. If the folder cannot be written, they last as long as this
+    process."""
     where = folder()
     try:
         if where is None:
@@ -60,7 +61,8 @@ def export_choices(path: str | Path) -> int:
 
 
 def import_choices(path: str | Path) -> int:
-    """Keeps the choices of a file. Returns how many; those of other machines are kept as well, and ignored on this."""
+    """Keeps the choices of a file, and returns how many. Those of other machines are kept as well, and ignored on this
+    one."""
     load()
     try:
         choices = _read(Path(path))
@@ -75,7 +77,7 @@ def import_choices(path: str | Path) -> int:
 
 
 def read_kept() -> None:
-    """What the folder holds, into the table."""
+    """Reads what the folder holds into the table."""
     where = folder()
     if where is None or missing_extension is not None:
         return
@@ -108,7 +110,7 @@ def _remove_drafts(where: Path) -> None:
 
 
 def _write(path: Path, choices: Sequence[Choice]) -> None:
-    """A draft, which is moved there once it is whole."""
+    """Writes choices into a draft, which is moved to `path` once it is whole."""
     text = json.dumps({HEAD: VERSION, "choices": [asdict(choice) for choice in choices]}, indent=1)
     file, draft = tempfile.mkstemp(suffix=".tmp", prefix=".", dir=path.parent)
     try:
@@ -125,7 +127,7 @@ def _write(path: Path, choices: Sequence[Choice]) -> None:
 
 
 def _read(path: Path) -> list[Choice]:
-    """ValueError if it is no file of choices."""
+    """The choices of a file. Raises ValueError if it is no file of choices."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:  # a pipe would make it wait
         known = os.fstat(stream.fileno())
         if not stat.S_ISREG(known.st_mode) or known.st_size > LARGEST_FILE:

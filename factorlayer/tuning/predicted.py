@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer.autograd.backward import runs
+from factorlayer.autograd.backward import launched_texts
 from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
@@ -45,7 +45,8 @@ class Samples:
 
 
 def _likeness(batch: int) -> int:
-    """The same for all numbers of samples that have one choice: a number, as every call asks."""
+    """A number that is the same for all numbers of samples that share one choice. It is no Samples, as every call asks
+    for it."""
     bits = max(1, (batch - 1).bit_length())
     return 2 * bits + (batch > 2 * EIGHT and batch % EIGHT > 0)
 
@@ -56,7 +57,8 @@ def _samples(likeness: int) -> Samples:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of both; of kernels that cannot be had, infinitely many."""
+    """The microseconds that both implementations are predicted to take; infinitely many for kernels that cannot be
+    had."""
 
     fused_us: float
     batched_us: float
@@ -81,7 +83,7 @@ class Prediction:
 
 
 def predicted(text: str, dtype: torch.dtype, device: int, batch: int, training: bool) -> Prediction:
-    """Of a layer's text as the raw ops take it, and a GPU's index."""
+    """The prediction for a layer's text, as the raw ops take it, on the GPU with the index `device`."""
     return _predicted(text, dtype, device, _likeness(batch), training)
 
 
@@ -97,7 +99,7 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
     asked = [(text, samples)]
     if training:
         ops = cuda_ops(device, dtype)
-        asked += runs(text, ops.fits_of(samples), samples, us=ops.us)
+        asked += launched_texts(text, ops.fits_of(samples), samples, us=ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
     batched = _batched(text, dtype, device, likeness, training)
     return Prediction(fused_us, batched.us, training, like, batched.multiplies)
@@ -106,7 +108,8 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
 def predicted_stack(
     text: str, dtype: torch.dtype, device: int, batch: int, training: bool, joined: bool = False
 ) -> Prediction:
-    """Of layers one behind another: in runs where there are any, `joined` or not, the others one by one by auto."""
+    """The prediction for layers one behind another. Fused is those runs of layers that there are, `joined` or not, and
+    the other layers one by one by auto."""
     return _predicted_stack(text, dtype, device, _likeness(batch), training, joined)
 
 
@@ -119,8 +122,8 @@ def why_stack_batched(
 
 @known
 def why_any_batched(text: str, dtype: torch.dtype, device: int, training: bool) -> str | None:
-    """The same where one way is taken for every number of samples, as in a graph: by what it is for many. Families that
-    Hopper alone has were measured to be faster."""
+    """Why auto takes layers one by one where one way has to serve every number of samples, as in a compiled graph; or
+    None. It is decided for many samples, but families that only Hopper has were measured to be faster."""
     return None if is_hoppers(text, dtype, device) else why_stack_batched(text, dtype, device, MANY, training)
 
 

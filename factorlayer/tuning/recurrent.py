@@ -22,7 +22,7 @@ LEADING = 4  # bits of a number of steps, or of packed rows, that a choice depen
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of both ways, of whole calls or of their steps alone."""
+    """The microseconds that both ways are predicted to take, for whole calls or for their steps alone."""
 
     fused_us: float
     op_us: float
@@ -55,7 +55,8 @@ def why_slower(recurrence: Recurrence, unit: Unit, given: Sequences, training: b
 
 
 def _alike(n: int) -> int:
-    """By its leading bits: lengths differ from call to call."""
+    """A number with all but its leading bits cleared, so that lengths which differ little from call to call share a
+    prediction."""
     others = max(0, n.bit_length() - LEADING)
     return n >> others << others
 
@@ -77,8 +78,8 @@ def _predicted(
         kernels += [(f"{text} | slopes", given.rows, 1.0)] * unit.dense
     us = sum(share * predicted_us(asked, batch, dtype, device) for asked, batch, share in kernels)
     if not unit.dense:
-        # That structured matrices are multiplied out for PyTorch's op, and gradients brought back to them, takes no
-        # less than their own passes around the steps.
+        # The passes around the steps are not compared: multiplying structured matrices out for PyTorch's op, and
+        # bringing gradients back to them, takes no less than their own passes.
         step_us, step_back_us = steps_us(unit, name, tf32, given, training, gpu)
         return Prediction(us, given.steps * (step_us + step_back_us * training), training, given)
     computed = "tf32" if Recurrence.parse(text).chain.tf32 and name == "float32" else name

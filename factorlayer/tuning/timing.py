@@ -37,7 +37,8 @@ def medians(runs: Mapping[str, Run], device: torch.device) -> dict[str, float]:
 
 
 def _is_enough(spent: list[float], rounds: int) -> bool:
-    """Of seconds, after so many rounds; no further one begins that would pass the most."""
+    """Whether the seconds that each run has `spent` in so many rounds are enough, or one more round would take more
+    than MOST."""
     if not rounds:
         return False
     return (min(spent) >= LEAST and rounds >= ROUNDS) or max(spent) * (rounds + 1) / rounds > MOST

@@ -174,10 +174,14 @@ def test_hooks_of_the_layer_below_see_what_it_makes(peft: Any, monkeypatch: pyte
     torch.testing.assert_close(y, nn.functional.linear(x, below.weight, below.bias))
 
 
-def test_dropout_of_bypass_mode(lokr: Any) -> None:
-    layer = lokr.LokrModule("layer", nn.Linear(48, 48).double(), 1.0, 4, 3, dropout=0.5, bypass_mode=True).double()
+@pytest.mark.parametrize("kind", ["linear", "convolution", "strides", "channels last"])
+def test_dropout_of_bypass_mode(kind: str, lokr: Any) -> None:
+    base = nn.Linear(48, 48) if kind == "linear" else nn.Conv2d(48, 48, 1, stride=2 if kind == "strides" else 1)
+    layer = lokr.LokrModule("layer", base.double(), 1.0, 4, 3, dropout=0.5, bypass_mode=True).double()
     randomize(layer)
-    x = rows(5, 48)
+    x = rows(5, 48) if kind == "linear" else rows(2, 48, 3, 5)
+    if kind == "channels last":
+        x = x.to(memory_format=torch.channels_last)
     torch.manual_seed(3)
     right = layer.train()(x)
     adapters.take_over(layer)

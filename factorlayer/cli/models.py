@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import typer
 from torch import nn
 
@@ -22,6 +23,7 @@ from factorlayer.models.checkpoints import MISSING, load_converted, read, save_c
 from factorlayer.models.convert import convert
 from factorlayer.models.report import Report, report
 from factorlayer.models.suggest import suggest
+from factorlayer.models.times import gpu_for
 
 if TYPE_CHECKING:
     from factorlayer.models.conversion import Conversion
@@ -62,7 +64,7 @@ def require_safetensors(option: str, path: Path) -> None:
 
 
 def require_output(path: Path) -> None:
-    """Before the work, not after it."""
+    """Refuses, before any work, an --output that cannot be written."""
     if path.suffix != SAFETENSORS:
         refuse("--output", f"the file's name should end in {SAFETENSORS}; it is {path}")
     require_folder("--output", path)
@@ -169,6 +171,8 @@ def reported(
 ) -> Report:
     if budget is not None:
         mapping = worded("--budget", lambda: suggest(model, budget))
+    if arch is not None:
+        worded("--arch", lambda: gpu_for(torch.device("cpu"), arch, "report"))
     try:
         return report(model, samples, mapping or None, training=training, measure=measure, arch=arch)
     except (TypeError, ValueError) as error:
