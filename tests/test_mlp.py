@@ -191,6 +191,60 @@ def test_the_implementation_can_be_changed_afterwards(monkeypatch: pytest.Monkey
         mlp.implementation = "fastest"
 
 
+class Adapted(nn.Module):
+    """A layer with a product of low rank beside it, as adapters put it in the layer's place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.low = nn.Parameter(torch.randn(2, layer.in_features).double())
+        self.high = nn.Parameter(torch.randn(layer.out_features, 2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.low.t() @ self.high.t()
+
+
+@each_block
+def test_layers_that_take_the_place_of_others_run(kind: str) -> None:
+    mlp, other = block(kind), block(kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    mlp.layers[-1] = other.layers[-1]
+    x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
+    torch.testing.assert_close(mlp(x), definition(mlp, x))
+    mlp.freeze()
+    mlp.layers, mlp.gates = other.layers, other.gates
+    torch.testing.assert_close(mlp(x), definition(mlp, x))
+    assert mlp.is_frozen and mlp.stacks[0].members[0] is other.layers[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@each_block
+def test_what_is_no_layer_of_ours_is_called(kind: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    mlp = block(kind)
+    run = torch.compile(mlp, backend="eager", fullgraph=True) if compiled else mlp
+    x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
+    torch.testing.assert_close(run(x), definition(mlp, x))
+    saved = mlp.state_dict()._metadata[""]
+    name, layer = next(iter(mlp.layers.named_children()))
+    mlp.layers._modules[name] = Adapted(layer)  # as torch.ao.quantization does
+    right = copy.deepcopy(mlp)
+    right.layers[0] = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.float64)
+    adapted = mlp.layers[0]
+    with torch.no_grad():
+        dense = layer.to_dense() if isinstance(layer, FactorLinear) else layer.weight
+        right.layers[0].weight.copy_(dense + adapted.high @ adapted.low)
+        if layer.bias is not None:
+            right.layers[0].bias.copy_(layer.bias)
+    torch.testing.assert_close(run(x), definition(right, x))
+    run(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in mlp.parameters())
+    assert mlp.explain().splitlines()[1] == "  its layers one by one, because layers.0 is Adapted"
+    assert mlp.state_dict()._metadata[""] == saved
+
+
 def test_explain() -> None:
     assert block("gated").explain().splitlines() == [
         "FactorMLP:",
