@@ -65,9 +65,21 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
 def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:
     if not paths:
         warnings.warn(f"fuse: nothing in {type(module).__name__} can be fused that is not yet", stacklevel=3)
-    made = [Fused(module.get_submodule(path), implementation) for path in paths]  # all, or none where one fails
-    for path, part in zip(paths, made, strict=True):
-        module.set_submodule(path, part)
+    given = map(module.get_submodule, paths)
+    _put_under_all_names(module, {part: Fused(part, implementation) for part in given})  # all, or none where one fails
+
+
+def _put_under_all_names(module: nn.Module, made: dict[nn.Module, Fused]) -> None:
+    left = [module]
+    known = set(left)
+    while left:
+        owner = left.pop()
+        for name, part in list(owner._modules.items()):
+            if part in made:
+                setattr(owner, name, made[part])
+            elif part is not None and part not in known and not isinstance(part, RunsAsStacks):
+                known.add(part)
+                left.append(part)
 
 
 class Fused(RunsAsStacks):
@@ -78,7 +90,7 @@ class Fused(RunsAsStacks):
         self._implementation = implementation
         self._parameters, self._buffers = module._parameters, module._buffers
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        for name, child in module.named_children():
+        for name, child in module._modules.items():  # named_children() leaves out a second name of the same one
             self.add_module(name, child)
         self._module = [module]  # in a list: no child, whose parameters would have two names
         self._build()
