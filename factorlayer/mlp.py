@@ -91,6 +91,11 @@ class FactorMLP(Recorded, RunsAsStacks):
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
         self._build()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("activation", "output_activation") and hasattr(self, name):
+            raise AttributeError(f"FactorMLP: {name} is traced when the block is built; build another block")
+        super().__setattr__(name, value)
+
     def _parts(self) -> list[nn.Module]:
         """Its layers and gates as they are now."""
         own = self._modules  # an attribute of a module takes ten times as long

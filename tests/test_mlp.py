@@ -191,6 +191,14 @@ def test_the_implementation_can_be_changed_afterwards(monkeypatch: pytest.Monkey
         mlp.implementation = "fastest"
 
 
+@pytest.mark.parametrize("kind", ["gated", "learned"])
+def test_activations_cannot_be_changed_afterwards(kind: str) -> None:
+    mlp = block(kind)
+    for name in ("activation", "output_activation"):
+        with pytest.raises(AttributeError, match=f"FactorMLP: {name} is traced when the block is built; build another"):
+            setattr(mlp, name, "sigmoid")
+
+
 class Adapted(nn.Module):
     """A layer with a product of low rank beside it, as adapters put it in the layer's place."""
 
