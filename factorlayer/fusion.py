@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -112,6 +112,10 @@ class Fused(RunsAsStacks):
             if "_twin" not in self.__dict__:
                 raise
         return getattr(self._twin[0], name)  # what the module has besides forward: settings, methods
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """What nn.DataParallel asks every part for: a replica would run the parameters of the original."""
+        raise RuntimeError("fuse: nn.DataParallel cannot replicate what fuse made; use DistributedDataParallel")
 
     @property
     def module(self) -> nn.Module:

@@ -111,7 +111,7 @@ class FactorLinear(Recorded):
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "activation" and hasattr(self, name):
+        if name == "activation" and hasattr(self, name) and "_is_replica" not in self.__dict__:  # nn.DataParallel's
             raise AttributeError("FactorLinear: activation is traced when the layer is built; build another layer")
         if name == "implementation":
             value = implementation_name(value, "FactorLinear")

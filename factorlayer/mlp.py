@@ -92,7 +92,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         self._build()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("activation", "output_activation") and hasattr(self, name):
+        if name in ("activation", "output_activation") and hasattr(self, name) and "_is_replica" not in self.__dict__:
             raise AttributeError(f"FactorMLP: {name} is traced when the block is built; build another block")
         super().__setattr__(name, value)
 
@@ -127,7 +127,7 @@ class FactorMLP(Recorded, RunsAsStacks):
     def _notice(self) -> bool:
         """Builds the stacks anew where other parts have taken the place of theirs; whether it runs as stacks."""
         if self._parts() != self._built:
-            if is_dynamo_compiling():
+            if is_dynamo_compiling() or "_is_replica" in self.__dict__:  # nn.DataParallel's, which lives for one call
                 return False
             frozen = any(stack.frozen is not None for stack, _ in self._stacks)
             self._build()
