@@ -90,6 +90,9 @@ class FactorMLP(Recorded, RunsAsStacks):
         self.layers = nn.ModuleList(layer(i) for i in range(count))
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
         self._build()
+        for given in (self.activation, self.output_activation):
+            if isinstance(given, nn.Module):  # as FactorLinear has it; traced before, while its buffers have values
+                given.to(device=device, dtype=None if dtype is not None and dtype.is_complex else dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("activation", "output_activation") and hasattr(self, name) and "_is_replica" not in self.__dict__:

@@ -191,6 +191,26 @@ def test_the_implementation_can_be_changed_afterwards(monkeypatch: pytest.Monkey
         mlp.implementation = "fastest"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_activations_that_learn_are_where_the_layers_are(dtype: torch.dtype, device: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(0.5))
+            self.register_buffer("shift", torch.tensor(0.25))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.by * x + self.shift)
+
+    mlp = FactorMLP([6, (2, 4), (4, 2), 3], activation=Scaled(), output_activation=Scaled(), dtype=dtype, device=device)
+    x = torch.zeros(4, 6, dtype=dtype, device=device)
+    assert mlp(x).dtype == dtype and mlp(x).device == x.device
+    for activation in (mlp.activation, mlp.output_activation):
+        assert activation.by.dtype == (torch.float32 if dtype.is_complex else dtype)
+        assert activation.by.device == activation.shift.device == x.device
+
+
 @pytest.mark.parametrize("kind", ["gated", "learned"])
 def test_activations_cannot_be_changed_afterwards(kind: str) -> None:
     mlp = block(kind)
