@@ -292,6 +292,9 @@ def test_the_error_of_zero_and_of_wrong_inputs() -> None:
         linear.bias.zero_()
     error = FactorLinear.from_linear(linear, inputs=torch.ones(2, 16)).projection_error
     assert (error.weight, error.outputs) == (0, 0)
+    dense, x = nn.Linear(16, 24), torch.randn(16)
+    alone, of_one = (FactorLinear.from_linear(dense, inputs=inputs).projection_error for inputs in (x, x[None]))
+    assert alone == of_one and of_one.outputs > 0
     message = (
         "FactorLinear.from_linear: the last dimension of inputs should be in_features=16, they have the shape (2, 15)"
     )

@@ -64,7 +64,11 @@ def projection_error(
             f"the last dimension of inputs should be in_features={spec.in_features}, they have the shape "
             f"{tuple(inputs.shape)}"
         )
-    x = in_double(inputs).to(W.device, torch.promote_types(in_double(inputs).dtype, W.dtype)).flatten(0, -2)
+    x = (
+        in_double(inputs)
+        .to(W.device, torch.promote_types(in_double(inputs).dtype, W.dtype))
+        .reshape(-1, spec.in_features)
+    )
     y = x @ W.T.to(x.dtype)
     left = x @ (found - W).T.to(x.dtype)
     return ProjectionError(_relative(found - W, W), _relative(left, y if bias is None else y + in_double(bias)))
