@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from factorlayer.tuning.candidates import Tuned
 
 
+def _check_batch(who: str, batch: Any) -> None:
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"{who}: batch should be a positive number of samples, it is {batch!r}")
+
+
 def refuse_script(who: str) -> NoReturn:
     raise RuntimeError(
         f"{who}: torch.jit.script cannot compile this module; use torch.export or torch.compile, or, where it has to "
@@ -92,8 +97,8 @@ class FactorLinear(Recorded):
         except (TypeError, ValueError) as error:
             raise type(error)(f"FactorLinear: {error}") from None
         self.implementation = implementation
-        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(f"FactorLinear: dtype should be a floating-point or complex type, it is {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+            raise TypeError(f"FactorLinear: dtype should be a floating-point or complex type, it is {dtype!r}")
         self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
         for name, shape in zip(self._weight_names, self.spec.weight_shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -233,6 +238,9 @@ class FactorLinear(Recorded):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FactorLinear.from_linear: linear should be an nn.Linear, it is {type(linear).__name__}")
+        if inputs is not None and not isinstance(inputs, Tensor):
+            kind = type(inputs).__name__
+            raise TypeError(f"FactorLinear.from_linear: inputs should be a tensor [..., in_features], it is {kind}")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -279,8 +287,7 @@ class FactorLinear(Recorded):
         `auto` takes it from then on, in this process and later ones: for all batches of the same class, on this device.
         Where that cannot be timed, as for want of memory, a warning says why, and `auto` goes on as it was.
         """
-        if batch < 1:
-            raise ValueError(f"FactorLinear.warmup: batch should be a positive number of samples, it is {batch}")
+        _check_batch("FactorLinear.warmup", batch)
         recorded = self._is_recorded()
         if tune:
             choices.check_can_time("FactorLinear.warmup")
@@ -319,6 +326,7 @@ class FactorLinear(Recorded):
     def explain(self, batch: int = 1, inputs: Sequence[int] = ()) -> str:
         """What a call with `batch` samples computes, moves and runs, in words; of an x that is a list of tensors with
         so many features each, if `inputs` are given."""
+        _check_batch("FactorLinear.explain", batch)
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
         recorded, chain = self._is_recorded(), self.own_chain or self.chain
         chosen = choose(chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
@@ -348,10 +356,10 @@ class FactorLinear(Recorded):
 
     def _inputs_in_words(self, inputs: Sequence[int], chosen: str, x: Tensor, batch: int) -> str:
         """The words that say whether a list is concatenated."""
-        if min(inputs) < 1 or sum(inputs) != self.in_features:
+        if not isinstance(inputs, list | tuple) or min(inputs) < 1 or sum(inputs) != self.in_features:
             raise ValueError(
                 f"FactorLinear.explain: inputs should be features of each, in_features={self.in_features} together; "
-                f"they are {tuple(inputs)}"
+                f"they are {inputs}"
             )
         if chosen == "batched" and self.chain.is_dense:
             return "of several inputs: a product for each, added up"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from factorlayer.autograd.inputs import Input, are_several, concatenated
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
-from factorlayer.maths.spec import Structure
+from factorlayer.maths.spec import Structure, plain
 from factorlayer.stacks.stack import Activation, LayerStack, RunsAsStacks, layer_of
 
 Width = int | Sequence[int]
@@ -56,7 +56,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = [_sizes(width) for width in widths]
+        sizes = [_sizes(width) for width in widths] if isinstance(widths, Iterable) else []
         if len(sizes) < 2:
             raise ValueError(f"FactorMLP: widths should be those of the input and the output at least; it is {widths}")
         try:
@@ -211,7 +211,7 @@ def _activated(y: Tensor, activation: Activation) -> Tensor:
 
 
 def _sizes(width: Width) -> tuple[int, ...]:
-    sizes = (width,) if isinstance(width, int) else tuple(width)
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+    sizes: tuple[Any, ...] = plain(tuple(width) if isinstance(width, list | tuple) else (width,))
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"FactorMLP: a width should be a positive number, or several; it is {width}")
     return sizes
