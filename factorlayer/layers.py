@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -121,6 +122,18 @@ class FactorLinear(Recorded):
         if name == "implementation":
             value = implementation_name(value, "FactorLinear")
         super().__setattr__(name, value)
+        if name == "bias":
+            self._notice_bias(value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name == "bias":
+            self._notice_bias(param)
+
+    def _notice_bias(self, bias: Tensor | None) -> None:
+        """A chain says whether there is one, which may be taken away and given afterwards, as nn.Linear's."""
+        if self.chain.bias != (bias is not None):
+            self.chain = replace(self.chain, bias=bias is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "projection_error"}

@@ -336,6 +336,22 @@ def test_pytorchs_encoder_layer_calls_structured_layers(compiled: bool) -> None:
         assert nearly(found.eval()(x), right)
 
 
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
+def test_a_bias_may_be_taken_away_and_given(implementation: str) -> None:
+    layer = FactorLinear(12, 20, implementation=implementation, dtype=torch.float64)
+    x, W = torch.randn(5, 12, dtype=torch.float64), layer.to_dense()
+    layer.bias = None
+    torch.testing.assert_close(layer(x), x @ W.T)
+    layer(x).sum().backward()
+    assert layer.to_linear().bias is None and "bias=False" in repr(layer)
+    layer.bias = nn.Parameter(torch.randn(20, dtype=torch.float64))
+    torch.testing.assert_close(copy.deepcopy(layer)(x), x @ W.T + layer.bias)
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((20,), 5.0).double())
+    layer.register_parameter("bias", None)
+    torch.testing.assert_close(layer(x), x @ W.T)
+
+
 def test_sizes_may_be_numpys() -> None:
     layer = FactorLinear(np.int64(12), np.int32(20), factors=((np.int64(3), 4), [4, torch.tensor(5)]), rank=np.int8(2))
     assert repr(layer) == repr(FactorLinear(12, 20, factors=((3, 4), (4, 5)), rank=2))
