@@ -300,3 +300,12 @@ def test_the_error_of_zero_and_of_wrong_inputs() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FactorLinear.from_linear(linear, inputs=torch.ones(2, 15))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_weights_may_be_transposed(rank: int) -> None:
+    layer = FactorLinear(12, 20, factors=((3, 4), (4, 5)), rank=rank)
+    W = layer.to_dense()
+    for weight in layer.weights:
+        weight.data = weight.data.mT.contiguous().mT
+        assert torch.equal(layer.to_dense(), W)

@@ -88,6 +88,7 @@ def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:
     """The matrix [out, in] that the weights stand for; Kronecker products by elements, which neither TF32 nor autocast
     rounds."""
     if spec.tied:
+        weights = [weight.contiguous() for weight in weights]  # torch.kron takes a transposed one for no product
         terms = [weights] if spec.rank == 1 else zip(*weights, strict=True)
         return functools.reduce(torch.add, (functools.reduce(torch.kron, factors) for factors in terms))
     if spec.blocks:
