@@ -280,6 +280,7 @@ def run(
     except (AttributeError, RuntimeError):
         _check_kinds(who, x, weights, bias)  # which have better words for it
         _check(who, spec, x, weights, bias)
+        _check_shapes(who, spec, weights)
         raise
     return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
 
@@ -703,6 +704,13 @@ def _check_kinds(who: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | 
             f"{who}: x and the parameters should all be DTensors, or none of them, {some}; give x to distribute_tensor "
             "and the layer to distribute_module, both of torch.distributed.tensor"
         )
+
+
+def _check_shapes(who: str, spec: LayerSpec, weights: Sequence[Tensor]) -> None:
+    """Raises which weight has another shape than the layer has, as one that was assigned may."""
+    for i, (weight, shape) in enumerate(zip(weights, spec.weight_shapes, strict=False)):
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{who}: weight_{i} should have the shape {shape}, it has {tuple(weight.shape)}")
 
 
 def _check_parameters_are_tensors(who: str, weights: Sequence[Any], bias: Any) -> None:
