@@ -88,10 +88,8 @@ class Fused(RunsAsStacks):
     def __init__(self, module: nn.Module, implementation: Implementation) -> None:
         super().__init__()
         self._implementation = implementation
-        self._parameters, self._buffers = module._parameters, module._buffers
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        for name, child in module._modules.items():  # named_children() leaves out a second name of the same one
-            self.add_module(name, child)
         self._module = [module]  # in a list: no child, whose parameters would have two names
         self._build()
 

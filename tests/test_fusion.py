@@ -555,6 +555,19 @@ def test_forwards_and_hooks_of_their_own_run() -> None:
         fuse(plain)
 
 
+def test_parts_that_are_put_past_the_module_run() -> None:
+    """As torch.ao.quantization.quantize_dynamic puts its own."""
+    plain = model().eval()
+    x = torch.randn(4, 12).double()
+    fused = copy.deepcopy(fuse(plain))
+    other = nn.Linear(12, 20).double()
+    fused._modules["0"] = other
+    with pytest.warns(UserWarning, match=r"not what it was traced as \(Sequential\.0 is another\)"):
+        y = fused(x)
+    torch.testing.assert_close(y, nn.Sequential(other, *plain[1:])(x))
+    assert next(fused.parameters()) is other.weight
+
+
 def test_parts_cannot_be_set_afterwards() -> None:
     fused = fuse(model())
     with pytest.raises(AttributeError, match="fuse: 0 cannot be set afterwards"):
