@@ -10,6 +10,7 @@ import inspect
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import activation_of
-from factorlayer.activations.tracing import Proxy
+from factorlayer.activations.tracing import TRACING, Proxy, Tracer
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
 from factorlayer.recurrences.gated import Gated
@@ -110,7 +111,7 @@ class _Proxy(Proxy):
         return type(self)
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(Tracer):
     """Calls of PyTorch's modules, of ours and of what cannot be traced are nodes; others are looked into."""
 
     def __init__(self, opaque: dict[str, str], method: str, arguments: Sequence[str]) -> None:
@@ -134,7 +135,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, target, *args, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if not self.is_leaf_module(m, self.path_of_module(m)):
+        if threading.get_ident() == self._thread and not self.is_leaf_module(m, self.path_of_module(m)):
             self.through.append(m)
         return super().call_module(m, forward, args, kwargs)
 
@@ -178,7 +179,7 @@ def _trace_once(module: nn.Module, opaque: dict[str, str], method: str) -> Trace
     tracer = _Tracer(opaque, method, _required(module, method))
     tracer.proxy_buffer_attributes = True
     try:
-        with recording(parts) as reads:
+        with TRACING, recording(parts) as reads:
             graph = tracer.trace(module)
     finally:
         changed = {name for part, (own, _) in parts.items() for name in _changed(own, part.__dict__)}
