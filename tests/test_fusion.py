@@ -572,7 +572,9 @@ def test_threads_may_trace_and_call_at_once() -> None:
             failed.append(error)
 
     def again() -> None:
-        torch.testing.assert_close(copy.deepcopy(fused)(x), right)
+        copied = copy.deepcopy(fused)
+        assert len(copied.stacks) == len(fused.stacks)
+        torch.testing.assert_close(copied(x), right)
 
     works = [
         again,
@@ -581,6 +583,7 @@ def test_threads_may_trace_and_call_at_once() -> None:
         lambda: factor_linear(x, weights, activation=lambda x: torch.tanh(x) * 2),
         lambda: torch.testing.assert_close(plain(x), right),
         lambda: torch.testing.assert_close(fused(x), right),
+        lambda: [torch.rand(4) for _ in range(1000)],
     ]
     threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
     for thread in threads:
