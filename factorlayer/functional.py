@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -92,6 +92,11 @@ def factor_linear(
     An activation is None, a name, or a module or function of one tensor. A module or function is traced at every call,
     which takes a few milliseconds; FactorLinear does so once.
     """
+    if not isinstance(weights, (list, tuple)):  # they are read more than once
+        if not isinstance(weights, Iterable):
+            kind = type(weights).__name__
+            raise TypeError(f"factor_linear: weights should be a list of tensors, it is of the type {kind}")
+        weights = list(weights)
     try:
         first = _first(x)
         _check_batch_dims(batch_dims, first, weights, bias)
@@ -104,6 +109,9 @@ def factor_linear(
         chosen = implementation_name(implementation)
     except (TypeError, ValueError) as error:
         raise type(error)(f"factor_linear: {error}{_hint(weights, batch_dims)}") from None
+    except AttributeError:
+        _check_parameters_are_tensors("factor_linear", weights, bias)
+        raise
     parameters = scalars(activation, names) if names else []
     if batch_dims:
         whole = concatenated(x) if are_several(x) else x
@@ -272,6 +280,7 @@ def run(
     except (AttributeError, RuntimeError):
         _check_kinds(who, x, weights, bias)  # which have better words for it
         _check(who, spec, x, weights, bias)
+        _check_shapes(who, spec, weights)
         raise
     return y if is_matrix else y.reshape(*shape[:-1], spec.out_features)
 
@@ -692,6 +701,7 @@ def _check_kinds(who: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | 
     if not isinstance(x, Tensor):
         given = type(x).__name__
         raise TypeError(f"{who}: x should be a tensor, it is of the type {given}; convert it with torch.as_tensor")
+    _check_parameters_are_tensors(who, weights, bias)
     if x.layout not in (torch.strided, torch.jagged):
         raise TypeError(f"{who}: x should be a dense tensor, its layout is {x.layout}; convert it with x.to_dense()")
     parameters = [*weights, *([] if bias is None else [bias])]
@@ -701,6 +711,25 @@ def _check_kinds(who: str, x: Tensor, weights: Sequence[Tensor], bias: Tensor | 
             f"{who}: x and the parameters should all be DTensors, or none of them, {some}; give x to distribute_tensor "
             "and the layer to distribute_module, both of torch.distributed.tensor"
         )
+
+
+def _check_shapes(who: str, spec: LayerSpec, weights: Sequence[Tensor]) -> None:
+    """Raises which weight has another shape than the layer has, as one that was assigned may."""
+    for i, (weight, shape) in enumerate(zip(weights, spec.weight_shapes, strict=False)):
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{who}: weight_{i} should have the shape {shape}, it has {tuple(weight.shape)}")
+
+
+def _check_parameters_are_tensors(who: str, weights: Sequence[Any], bias: Any) -> None:
+    named = [
+        *((f"weight_{i}", weight) for i, weight in enumerate(weights)),
+        *([] if bias is None else [("bias", bias)]),
+    ]
+    for name, given in named:
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{who}: {name} should be a tensor, it is of the type {type(given).__name__}")
+        if given.layout != torch.strided:
+            raise TypeError(f"{who}: {name} should be a dense tensor, its layout is {given.layout}")
 
 
 def _refuse_mixture(who: str, name: str, tensor: Tensor, x: Tensor) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from torch import nn
 from torch.compiler import is_compiling
@@ -65,9 +65,21 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
 def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:
     if not paths:
         warnings.warn(f"fuse: nothing in {type(module).__name__} can be fused that is not yet", stacklevel=3)
-    made = [Fused(module.get_submodule(path), implementation, is_part=True) for path in paths]  # all, or none
-    for path, part in zip(paths, made, strict=True):
-        module.set_submodule(path, part)
+    given = map(module.get_submodule, paths)
+    _put_under_all_names(module, {part: Fused(part, implementation, is_part=True) for part in given})  # all, or none
+
+
+def _put_under_all_names(module: nn.Module, made: dict[nn.Module, Fused]) -> None:
+    left = [module]
+    known = set(left)
+    while left:
+        owner = left.pop()
+        for name, part in list(owner._modules.items()):
+            if part in made:
+                setattr(owner, name, made[part])
+            elif part is not None and part not in known and not isinstance(part, RunsAsStacks):
+                known.add(part)
+                left.append(part)
 
 
 class Fused(RunsAsStacks):
@@ -78,10 +90,8 @@ class Fused(RunsAsStacks):
     def __init__(self, module: nn.Module, implementation: Implementation, is_part: bool = False) -> None:
         super().__init__()
         self._implementation, self._is_part = implementation, is_part
-        self._parameters, self._buffers = module._parameters, module._buffers
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        for name, child in module.named_children():
-            self.add_module(name, child)
         self._module = [module]  # in a list: no child, whose parameters would have two names
         self._build()
 
@@ -102,6 +112,10 @@ class Fused(RunsAsStacks):
             if "_twin" not in self.__dict__:
                 raise
         return getattr(self._twin[0], name)  # what the module has besides forward: settings, methods
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        """What nn.DataParallel asks every part for: a replica would run the parameters of the original."""
+        raise RuntimeError("fuse: nn.DataParallel cannot replicate what fuse made; use DistributedDataParallel")
 
     @property
     def module(self) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -36,6 +37,11 @@ from factorlayer.tuning import choices, predicted
 
 if TYPE_CHECKING:
     from factorlayer.tuning.candidates import Tuned
+
+
+def _check_batch(who: str, batch: Any) -> None:
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"{who}: batch should be a positive number of samples, it is {batch!r}")
 
 
 def refuse_script(who: str) -> NoReturn:
@@ -92,8 +98,8 @@ class FactorLinear(Recorded):
         except (TypeError, ValueError) as error:
             raise type(error)(f"FactorLinear: {error}") from None
         self.implementation = implementation
-        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(f"FactorLinear: dtype should be a floating-point or complex type, it is {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+            raise TypeError(f"FactorLinear: dtype should be a floating-point or complex type, it is {dtype!r}")
         self._weight_names = [f"weight_{i}" for i in range(len(self.spec.weight_shapes))]
         for name, shape in zip(self._weight_names, self.spec.weight_shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
@@ -108,11 +114,23 @@ class FactorLinear(Recorded):
         self.reset_parameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "activation" and hasattr(self, name):
+        if name == "activation" and hasattr(self, name) and "_is_replica" not in self.__dict__:  # nn.DataParallel's
             raise AttributeError("FactorLinear: activation is traced when the layer is built; build another layer")
         if name == "implementation":
             value = implementation_name(value, "FactorLinear")
         super().__setattr__(name, value)
+        if name == "bias":
+            self._notice_bias(value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name == "bias":
+            self._notice_bias(param)
+
+    def _notice_bias(self, bias: Tensor | None) -> None:
+        """A chain says whether there is one, which may be taken away and given afterwards, as nn.Linear's."""
+        if self.chain.bias != (bias is not None):
+            self.chain = replace(self.chain, bias=bias is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "projection_error"}
@@ -231,6 +249,9 @@ class FactorLinear(Recorded):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"FactorLinear.from_linear: linear should be an nn.Linear, it is {type(linear).__name__}")
+        if inputs is not None and not isinstance(inputs, Tensor):
+            kind = type(inputs).__name__
+            raise TypeError(f"FactorLinear.from_linear: inputs should be a tensor [..., in_features], it is {kind}")
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -277,8 +298,7 @@ class FactorLinear(Recorded):
         `auto` takes it from then on, in this process and later ones: for all batches of the same class, on this device.
         Where that cannot be timed, as for want of memory, a warning says why, and `auto` goes on as it was.
         """
-        if batch < 1:
-            raise ValueError(f"FactorLinear.warmup: batch should be a positive number of samples, it is {batch}")
+        _check_batch("FactorLinear.warmup", batch)
         recorded = self._is_recorded()
         if tune:
             choices.check_can_time("FactorLinear.warmup")
@@ -318,6 +338,7 @@ class FactorLinear(Recorded):
     def explain(self, batch: int = 1, inputs: Sequence[int] = ()) -> str:
         """Says in words what a call with `batch` samples computes, moves and runs. `inputs` are the numbers of features
         of the tensors in a list, if x is one."""
+        _check_batch("FactorLinear.explain", batch)
         spec, weight, x = self.spec, self.weights[0], self._no_samples()
         recorded, chain = self._is_recorded(), self.own_chain or self.chain
         chosen = choose(chain, x, self.implementation, "FactorLinear.explain", batch, recorded)
@@ -347,10 +368,10 @@ class FactorLinear(Recorded):
 
     def _inputs_in_words(self, inputs: Sequence[int], chosen: str, x: Tensor, batch: int) -> str:
         """The words that say whether a list is concatenated."""
-        if min(inputs) < 1 or sum(inputs) != self.in_features:
+        if not isinstance(inputs, list | tuple) or min(inputs) < 1 or sum(inputs) != self.in_features:
             raise ValueError(
                 f"FactorLinear.explain: inputs should be features of each, in_features={self.in_features} together; "
-                f"they are {tuple(inputs)}"
+                f"they are {inputs}"
             )
         if chosen == "batched" and self.chain.is_dense:
             return "of several inputs: a product for each, added up"

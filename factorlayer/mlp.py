@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
+from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, activation_of, computed
 from factorlayer.autograd.inputs import Input, are_several, concatenated
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
-from factorlayer.maths.spec import Structure
-from factorlayer.stacks.stack import Activation, LayerStack, RunsAsStacks
+from factorlayer.maths.spec import Structure, plain
+from factorlayer.stacks.stack import Activation, LayerStack, RunsAsStacks, layer_of
 
 Width = int | Sequence[int]
 
@@ -30,8 +33,11 @@ class FactorMLP(Recorded, RunsAsStacks):
         residual: the input is added to the output.
         bias, structure, rank, implementation: as FactorLinear has them.
 
-    The layers are `layers[i]`, and `gates[i]` of a gated block: FactorLinear, or nn.Linear where dense.
+    The layers are `layers[i]`, and `gates[i]` of a gated block: FactorLinear, or nn.Linear where dense. Others may be
+    put in their place, an adapter's or quantised ones; what is neither has all of them called one by one.
     """
+
+    _built: Sequence[nn.Module] = ()  # the parts that _stacks are of
 
     def __init__(
         self,
@@ -49,7 +55,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = [_sizes(width) for width in widths]
+        sizes = [_sizes(width) for width in widths] if isinstance(widths, Iterable) else []
         if len(sizes) < 2:
             raise ValueError(f"FactorMLP: widths should be those of the input and the output at least; it is {widths}")
         try:
@@ -82,36 +88,86 @@ class FactorMLP(Recorded, RunsAsStacks):
         count = len(sizes) - 1
         self.layers = nn.ModuleList(layer(i) for i in range(count))
         self.gates = nn.ModuleList(layer(i) for i in range(count - 1)) if gated else None
+        self._build()
+        for given in (self.activation, self.output_activation):
+            if isinstance(given, nn.Module):  # as FactorLinear has it; traced before, while its buffers have values
+                given.to(device=device, dtype=None if dtype is not None and dtype.is_complex else dtype)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("activation", "output_activation") and hasattr(self, name) and "_is_replica" not in self.__dict__:
+            raise AttributeError(f"FactorMLP: {name} is traced when the block is built; build another block")
+        super().__setattr__(name, value)
+
+    def _parts(self) -> list[nn.Module]:
+        """Its layers and gates as they are now."""
+        own = self._modules  # an attribute of a module takes ten times as long
+        parts: list[Any] = [*own["layers"]._modules.values()]  # type: ignore[union-attr]
+        if "gates" in own:
+            parts += own["gates"]._modules.values()  # type: ignore[union-attr]
+        return parts
+
+    def _build(self) -> None:
+        """The stacks of its parts as they are now. There are none where one of them is of a class of its own."""
+        parts, count = self._parts(), len(self.layers)
+        layers, gates = parts[:count], parts[count:]
         # Stacks, one behind another, each with the gate that multiplies it, if it has one. They stand in a list, so
         # that they are no children: they own no parameters.
-        self._stacks: list[tuple[LayerStack, LayerStack | None]] = []
-        activations = [None if gated else self.activation] * (count - 1) + [self.output_activation]
-        each = [(f"layers.{i}", self.layers[i], activations[i]) for i in range(count)]
-        for i, gate in enumerate(self.gates or ()):
-            gating = self._stack([(f"gates.{i}", gate, self.activation)])
-            self._stacks.append((self._stack([each.pop(0)]), gating))
-        self._stacks.append((self._stack(each), None))
+        stacks: list[tuple[LayerStack, LayerStack | None]] = []
+        if all(map(_is_plain, parts)):
+            activations = [None if gates else self.activation] * (count - 1) + [self.output_activation]
+            each = [(f"layers.{i}", layer, activations[i]) for i, layer in enumerate(layers)]
+            for i, gate in enumerate(gates):
+                gating = self._stack([(f"gates.{i}", gate, self.activation)])
+                stacks.append((self._stack([each.pop(0)]), gating))
+            stacks.append((self._stack(each), None))
+            made = [stack for both in stacks for stack in both if stack is not None]
+            self._activations = [layer.chain.activation for stack in made for layer in stack.layers]
+        self._stacks, self._built = stacks, parts
 
     def _stack(self, members: Sequence[tuple[str, nn.Module, Activation]]) -> LayerStack:
         return LayerStack(members, self._implementation, "FactorMLP")
 
+    def _notice(self) -> bool:
+        """Builds the stacks anew where other parts have taken the place of theirs; whether it runs as stacks."""
+        if self._parts() != self._built:
+            if is_dynamo_compiling() or "_is_replica" in self.__dict__:  # nn.DataParallel's, which lives for one call
+                return False
+            frozen = any(stack.frozen is not None for stack, _ in self._stacks)
+            self._build()
+            for stack in self.stacks if frozen else ():
+                stack.freeze()
+        return bool(self._stacks)
+
     @property
     def stacks(self) -> list[LayerStack]:
         """The stacks that its layers run as."""
+        self._notice()
         return [stack for both in self._stacks for stack in both if stack is not None]
 
     def forward(self, x: Input) -> Tensor:
         """Returns y [..., out] of x [..., in], or of a list of tensors as if it were concatenated along the
         features."""
-        (stack, gate), *others = self._stacks
-        y: Tensor = stack(x) if gate is None else gate(x) * stack(x)
-        for stack, gate in others:
-            y = stack(y) if gate is None else gate(y) * stack(y)
+        if not self._notice():
+            y = self._one_by_one(concatenated(x) if are_several(x) else x)
+        else:
+            (stack, gate), *others = self._stacks
+            y = stack(x) if gate is None else gate(x) * stack(x)
+            for stack, gate in others:
+                y = stack(y) if gate is None else gate(y) * stack(y)
         return (concatenated(x) if are_several(x) else x) + y if self.residual else y
 
+    def _one_by_one(self, y: Tensor) -> Tensor:
+        *hidden, last = self.layers
+        for i, layer in enumerate(hidden):
+            if self.gates is None:
+                y = _activated(layer(y), self.activation)
+            else:
+                y = _activated(self.gates[i](y), self.activation) * layer(y)
+        return _activated(last(y), self.output_activation)
+
     def what_it_is(self) -> Record:
-        activations = [layer.chain.activation for stack in self.stacks for layer in stack.layers]
-        return {"activations": activations, "residual": self.residual}
+        self._notice()
+        return {"activations": self._activations, "residual": self.residual}
 
     def _own_layers(self) -> list[FactorLinear]:
         return [layer for layer in (*self.layers, *(self.gates or ())) if isinstance(layer, FactorLinear)]
@@ -119,6 +175,10 @@ class FactorMLP(Recorded, RunsAsStacks):
     def understood(self) -> list[str]:
         """The lines of explain(): one for each layer."""
         lines = ["FactorMLP, frozen:" if self.is_frozen else "FactorMLP:"]
+        names = [f"layers.{i}" for i in range(len(self.layers))] + [f"gates.{i}" for i in range(len(self.gates or ()))]
+        both = zip(names, self._parts(), strict=True)
+        others = [f"{name} is {part._get_name()}" for name, part in both if not _is_plain(part)]
+        lines += [f"  its layers one by one, because {', '.join(others)}"] if others else []
         for stack, gate in self._stacks:
             lines += [f"  {line}" for line in stack.explain()]
             lines += [f"  multiplied by {line}" for line in (gate.explain() if gate else [])]
@@ -138,8 +198,21 @@ def _kept(activation: UserActivation) -> Activation:
     return computed(stage)
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a stack can have it, with an activation behind it."""
+    found = layer_of(layer)
+    return found is not None and found.chain.activation == "identity"
+
+
+def _activated(y: Tensor, activation: Activation) -> Tensor:
+    if isinstance(activation, nn.Module):
+        made: Tensor = activation(y)
+        return made
+    return activate(activation_of(activation)[0], y)
+
+
 def _sizes(width: Width) -> tuple[int, ...]:
-    sizes = (width,) if isinstance(width, int) else tuple(width)
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+    sizes: tuple[Any, ...] = plain(tuple(width) if isinstance(width, list | tuple) else (width,))
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"FactorMLP: a width should be a positive number, or several; it is {width}")
     return sizes

@@ -136,6 +136,59 @@ def test_a_model_that_was_fused_in_place_is_frozen(calls: list[str]) -> None:
     assert unfreeze(fused) is fused and not torch.equal(fused(IDS), right) and not calls
 
 
+class Branching(nn.Module):
+    """What torch.fx cannot trace, with layers in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) if x.isfinite().all() else x
+
+
+class Repeated(nn.Module):
+    """Parts under several names, as layers that share their weights are."""
+
+    def __init__(self, traced: bool) -> None:
+        super().__init__()
+        part = Branching()
+        self.traced, self.parts = traced, nn.ModuleList([part] * 3)
+        self.first = self.last = Branching().layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.traced and not x.isfinite().all():
+            return x
+        x = torch.sin(self.first(x))
+        for part in self.parts:
+            x = torch.sin(part(x))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_part_that_has_several_names_is_frozen_under_all(
+    traced: bool, inplace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    plain, x = Repeated(traced).double(), torch.randn(4, 8).double()
+    right, names = plain(x), list(plain.state_dict())
+    fused = fuse(copy.deepcopy(plain), inplace=inplace)
+    assert list(fused.state_dict()) == names and [*fused._modules] == [*plain._modules]
+    called: list[nn.Module] = []
+    forward = LayerStack.forward
+    monkeypatch.setattr(LayerStack, "forward", lambda self, x: called.append(self) or forward(self, x))
+    torch.testing.assert_close(freeze(fused)(x), right)
+    assert len(called) == 5 and all(stack.frozen is not None for stack in called)
+    change(fused)
+    torch.testing.assert_close(fused(x), right)
+    fused.load_state_dict(plain.state_dict())
+    if not inplace:
+        copies = ["parts.1: the same as parts.0", "parts.2: the same as parts.0", "last: the same as first"]
+        said = [line.strip() for line in fused.explain().splitlines()]
+        assert traced or [line for line in said if "the same as" in line] == copies
+
+
 def test_unfrozen_it_trains_as_it_would_have() -> None:
     fused, plain = unfreeze(freeze(in_place())).train(), in_place().train()
     torch.manual_seed(3)

@@ -47,6 +47,11 @@ def test_any_memory_layout(implementation: str, layout: str) -> None:
     torch.testing.assert_close(y, right, rtol=1e-12, atol=1e-12)
 
 
+def test_weights_may_come_from_an_iterator() -> None:
+    weights, x = [torch.randn(4, 2), torch.randn(5, 3)], torch.randn(7, 6)
+    assert torch.equal(factor_linear(x, iter(weights)), factor_linear(x, weights))
+
+
 # The choice
 
 
@@ -395,6 +400,22 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "factor_linear: rank should be at most 1 for a kronecker layer with factors ((1, 2), (1, "
         "5)), it is 3; a larger one adds "
         "parameters and nothing else",
+    ),
+    "weights-that-are-no-list": (
+        call(weights=None), TypeError,
+        "factor_linear: weights should be a list of tensors, it is of the type NoneType",
+    ),
+    "a-weight-that-is-no-tensor": (
+        call(weights=[torch.ones(4, 2), None]), TypeError,
+        "factor_linear: weight_1 should be a tensor, it is of the type NoneType",
+    ),
+    "a-sparse-weight": (
+        call(weights=[torch.ones(4, 2), torch.ones(5, 3).to_sparse()]), TypeError,
+        "factor_linear: weight_1 should be a dense tensor, its layout is torch.sparse_coo",
+    ),
+    "a-bias-that-is-no-tensor": (
+        call(bias=[1.0] * 20), TypeError,
+        "factor_linear: bias should be a tensor, it is of the type list",
     ),
     "functional-structure": (
         call(structure="butterfly"), ValueError,

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from oracle import nearly
 from torch import Tensor, nn
 
 import factorlayer
-from factorlayer import FactorLinear, FactorMLP, fuse
+from factorlayer import FactorLinear, FactorMLP, factor_linear, fuse
 
 DROPOUT = "dropout behind it: where that drops something, the stack ends here"
 
@@ -553,6 +554,56 @@ def test_forwards_and_hooks_of_their_own_run() -> None:
     plain.register_forward_hook(lambda _, __, y: 3 * y)
     with pytest.raises(ValueError, match="Sequential has hooks or a forward of its own"):
         fuse(plain)
+
+
+def test_threads_may_trace_and_call_at_once() -> None:
+    """torch.fx changes nn.Module's own methods while it traces, for all threads."""
+    x, plain = torch.randn(4, 12).double(), model().eval()
+    fused, own = fuse(plain), nn.Module.__call__
+    right = fused(x)
+    weights = [torch.randn(4, 3).double(), torch.randn(5, 4).double()]
+    failed: list[Exception] = []
+
+    def repeat(work: Callable[[], object]) -> None:
+        try:
+            for _ in range(20):
+                work()
+        except Exception as error:
+            failed.append(error)
+
+    def again() -> None:
+        copied = copy.deepcopy(fused)
+        assert len(copied.stacks) == len(fused.stacks)
+        torch.testing.assert_close(copied(x), right)
+
+    works = [
+        again,
+        again,
+        lambda: FactorLinear(12, 20, activation=nn.Mish()),
+        lambda: factor_linear(x, weights, activation=lambda x: torch.tanh(x) * 2),
+        lambda: torch.testing.assert_close(plain(x), right),
+        lambda: torch.testing.assert_close(fused(x), right),
+        lambda: [torch.rand(4) for _ in range(1000)],
+    ]
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and nn.Module.__call__ is own
+
+
+def test_parts_that_are_put_past_the_module_run() -> None:
+    """As torch.ao.quantization.quantize_dynamic puts its own."""
+    plain = model().eval()
+    x = torch.randn(4, 12).double()
+    fused = copy.deepcopy(fuse(plain))
+    other = nn.Linear(12, 20).double()
+    fused._modules["0"] = other
+    with pytest.warns(UserWarning, match=r"not what it was traced as \(Sequential\.0 is another\)"):
+        y = fused(x)
+    torch.testing.assert_close(y, nn.Sequential(other, *plain[1:])(x))
+    assert next(fused.parameters()) is other.weight
 
 
 def test_parts_cannot_be_set_afterwards() -> None:

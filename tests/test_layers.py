@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import dtype_id, kronecker, monarch, nearly, spec_id
@@ -338,3 +339,51 @@ def test_pytorchs_encoder_layer_calls_structured_layers(compiled: bool) -> None:
     found = torch.compile(layer, backend="aot_eager") if compiled else layer
     with torch.no_grad():
         assert nearly(found.eval()(x), right)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
+def test_a_bias_may_be_taken_away_and_given(implementation: str) -> None:
+    layer = FactorLinear(12, 20, implementation=implementation, dtype=torch.float64)
+    x, W = torch.randn(5, 12, dtype=torch.float64), layer.to_dense()
+    layer.bias = None
+    torch.testing.assert_close(layer(x), x @ W.T)
+    layer(x).sum().backward()
+    assert layer.to_linear().bias is None and "bias=False" in repr(layer)
+    layer.bias = nn.Parameter(torch.randn(20, dtype=torch.float64))
+    torch.testing.assert_close(copy.deepcopy(layer)(x), x @ W.T + layer.bias)
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((20,), 5.0).double())
+    layer.register_parameter("bias", None)
+    torch.testing.assert_close(layer(x), x @ W.T)
+
+
+def test_sizes_may_be_numpys() -> None:
+    layer = FactorLinear(np.int64(12), np.int32(20), factors=((np.int64(3), 4), [4, torch.tensor(5)]), rank=np.int8(2))
+    assert repr(layer) == repr(FactorLinear(12, 20, factors=((3, 4), (4, 5)), rank=2))
+    FactorLinear(12, 20, structure="monarch", blocks=np.int64(2)).load_state_dict(
+        FactorLinear(np.int64(12), 20, structure="monarch", blocks=(2, np.int64(2))).state_dict()
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FactorLinear(True, 4), "FactorLinear: in_features should be a positive integer, it is True"),
+        (
+            lambda: FactorLinear(4, 4, dtype="float32"),
+            "FactorLinear: dtype should be a floating-point .* it is 'float32'",
+        ),
+        (lambda: FactorLinear(4, 4).warmup("8"), r"FactorLinear\.warmup: batch should be .* samples, it is '8'"),
+        (lambda: FactorLinear(4, 4).warmup(2.5), r"FactorLinear\.warmup: batch should be .* samples, it is 2\.5"),
+        (lambda: FactorLinear(4, 4).explain(None), r"FactorLinear\.explain: batch should be .* samples, it is None"),
+        (lambda: FactorLinear(4, 4).explain(-1), r"FactorLinear\.explain: batch should be .* samples, it is -1"),
+        (lambda: FactorLinear(4, 4).explain(2, inputs=4), r"FactorLinear\.explain: inputs should be features of each"),
+        (
+            lambda: FactorLinear.from_linear(nn.Linear(4, 4), inputs=[[1.0, 2.0, 3.0, 4.0]]),
+            r"FactorLinear\.from_linear: inputs should be a tensor \[\.\.\., in_features\], it is list",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()

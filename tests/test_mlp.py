@@ -149,6 +149,9 @@ def test_trains() -> None:
         (dict(widths=[4, 5], activation="relo"), "FactorMLP: activation should be None or one of"),
         (dict(widths=[4, 5], implementation="v4"), "FactorMLP: implementation should be one of"),
         (dict(widths=[4, 5], residual=True), "residual=True adds the input to the output; their widths are 4 and 5"),
+        (dict(widths=4), "FactorMLP: widths should be those of the input and the output at least; it is 4"),
+        (dict(widths=[4, 5.0]), r"FactorMLP: a width should be a positive number, or several; it is 5\.0"),
+        (dict(widths=[4, True]), "FactorMLP: a width should be a positive number, or several; it is True"),
         (dict(widths=[4, 0]), "FactorMLP: a width should be a positive number, or several; it is 0"),
         (dict(widths=[4, ()]), r"FactorMLP: a width should be a positive number, or several; it is \(\)"),
         (dict(widths=[4, (2, 2.5)]), r"FactorMLP: a width should be a positive number, or several; it is \(2, 2.5\)"),
@@ -191,6 +194,88 @@ def test_the_implementation_can_be_changed_afterwards(monkeypatch: pytest.Monkey
         mlp.implementation = "fastest"
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_activations_that_learn_are_where_the_layers_are(dtype: torch.dtype, device: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.tensor(0.5))
+            self.register_buffer("shift", torch.tensor(0.25))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.by * x + self.shift)
+
+    mlp = FactorMLP([6, (2, 4), (4, 2), 3], activation=Scaled(), output_activation=Scaled(), dtype=dtype, device=device)
+    x = torch.zeros(4, 6, dtype=dtype, device=device)
+    assert mlp(x).dtype == dtype and mlp(x).device == x.device
+    for activation in (mlp.activation, mlp.output_activation):
+        assert activation.by.dtype == (torch.float32 if dtype.is_complex else dtype)
+        assert activation.by.device == activation.shift.device == x.device
+
+
+@pytest.mark.parametrize("kind", ["gated", "learned"])
+def test_activations_cannot_be_changed_afterwards(kind: str) -> None:
+    mlp = block(kind)
+    for name in ("activation", "output_activation"):
+        with pytest.raises(AttributeError, match=f"FactorMLP: {name} is traced when the block is built; build another"):
+            setattr(mlp, name, "sigmoid")
+
+
+class Adapted(nn.Module):
+    """A layer with a product of low rank beside it, as adapters put it in the layer's place."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.low = nn.Parameter(torch.randn(2, layer.in_features).double())
+        self.high = nn.Parameter(torch.randn(layer.out_features, 2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.low.t() @ self.high.t()
+
+
+@each_block
+def test_layers_that_take_the_place_of_others_run(kind: str) -> None:
+    mlp, other = block(kind), block(kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    mlp.layers[-1] = other.layers[-1]
+    x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
+    torch.testing.assert_close(mlp(x), definition(mlp, x))
+    mlp.freeze()
+    mlp.layers, mlp.gates = other.layers, other.gates
+    torch.testing.assert_close(mlp(x), definition(mlp, x))
+    assert mlp.is_frozen and mlp.stacks[0].members[0] is other.layers[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@each_block
+def test_what_is_no_layer_of_ours_is_called(kind: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    mlp = block(kind)
+    run = torch.compile(mlp, backend="eager", fullgraph=True) if compiled else mlp
+    x = torch.randn(3, mlp.layers[0].in_features, dtype=torch.float64)
+    torch.testing.assert_close(run(x), definition(mlp, x))
+    saved = mlp.state_dict()._metadata[""]
+    name, layer = next(iter(mlp.layers.named_children()))
+    mlp.layers._modules[name] = Adapted(layer)  # as torch.ao.quantization does
+    right = copy.deepcopy(mlp)
+    right.layers[0] = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, dtype=torch.float64)
+    adapted = mlp.layers[0]
+    with torch.no_grad():
+        dense = layer.to_dense() if isinstance(layer, FactorLinear) else layer.weight
+        right.layers[0].weight.copy_(dense + adapted.high @ adapted.low)
+        if layer.bias is not None:
+            right.layers[0].bias.copy_(layer.bias)
+    torch.testing.assert_close(run(x), definition(right, x))
+    run(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in mlp.parameters())
+    assert mlp.explain().splitlines()[1] == "  its layers one by one, because layers.0 is Adapted"
+    assert mlp.state_dict()._metadata[""] == saved
+
+
 def test_explain() -> None:
     assert block("gated").explain().splitlines() == [
         "FactorMLP:",
@@ -213,11 +298,13 @@ def test_gradgradcheck() -> None:
     assert torch.autograd.gradgradcheck(lambda x, *_: mlp(x), inputs, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "fused"])
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
 def test_a_weight_of_another_shape_is_refused(implementation: str) -> None:
     mlp = block("dense", implementation=implementation)
     mlp.layers[0].weight = nn.Parameter(torch.randn(5, 7).double())
-    with pytest.raises(RuntimeError, match=r"a weight must be \[\.\.\., 7, 5\]|shapes cannot be multiplied"):
+    with pytest.raises(
+        ValueError, match=r"^FactorMLP: layer layers\.0: weight_0 should have the shape \(7, 5\), it has"
+    ):
         mlp(torch.randn(2, 5).double())
 
 

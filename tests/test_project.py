@@ -300,8 +300,20 @@ def test_the_error_of_zero_and_of_wrong_inputs() -> None:
         linear.bias.zero_()
     error = FactorLinear.from_linear(linear, inputs=torch.ones(2, 16)).projection_error
     assert (error.weight, error.outputs) == (0, 0)
+    dense, x = nn.Linear(16, 24), torch.randn(16)
+    alone, of_one = (FactorLinear.from_linear(dense, inputs=inputs).projection_error for inputs in (x, x[None]))
+    assert alone == of_one and of_one.outputs > 0
     message = (
         "FactorLinear.from_linear: the last dimension of inputs should be in_features=16, they have the shape (2, 15)"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         FactorLinear.from_linear(linear, inputs=torch.ones(2, 15))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_weights_may_be_transposed(rank: int) -> None:
+    layer = FactorLinear(12, 20, factors=((3, 4), (4, 5)), rank=rank)
+    W = layer.to_dense()
+    for weight in layer.weights:
+        weight.data = weight.data.mT.contiguous().mT
+        assert torch.equal(layer.to_dense(), W)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 from versions import BEFORE_2_12
 
-from factorlayer import FactorLinear, factor_linear
+from factorlayer import FactorLinear, FactorMLP, factor_linear, fuse
 
 # What Dynamo and functorch say of themselves when they meet any autograd.Function.
 pytestmark = [
@@ -384,3 +385,44 @@ def test_optimizer_trains_the_layer() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.01 * losses[0]
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """As nn.DataParallel makes one for each GPU: parameters are attributes there, and no leaves."""
+    parts = {part: part._replicate_for_data_parallel() for part in module.modules()}
+    for part, replica in parts.items():
+        for name, child in part._modules.items():
+            setattr(replica, name, parts[child])
+        for name, parameter in part._parameters.items():
+            setattr(replica, name, None if parameter is None else parameter.clone())
+    return parts[module]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FactorLinear(6, 12, activation=Snake()),
+        lambda: FactorMLP([6, (2, 4), (4, 2), 3], activation=Snake(), output_activation="tanh"),
+        lambda: FactorMLP([6, 8, 6], activation=Snake(), gated=True, residual=True),
+    ],
+    ids=["layer", "block", "gated"],
+)
+def test_replicas_run_parameters_of_their_own(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, x = make().double(), torch.randn(4, 6, dtype=torch.float64)
+    right = module(x)
+    expected = torch.autograd.grad(right.square().sum(), list(module.parameters()))
+    replica = replica_of(module)
+    y = replica(x)
+    torch.testing.assert_close(y, right)
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), list(module.parameters())), expected)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(replica(x), right)
+
+
+def test_what_fuse_made_is_not_replicated() -> None:
+    fused = fuse(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    with pytest.raises(RuntimeError, match="DataParallel cannot replicate what fuse made; use DistributedDataParallel"):
+        replica_of(nn.Sequential(fused))

@@ -7,6 +7,7 @@ traced; parameters of one element are the expression's p0, p1, ….
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -95,7 +96,31 @@ class Proxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.itruediv, (self, other), {})
 
 
-class _Tracer(fx.Tracer):
+TRACING = threading.RLock()
+
+
+class Tracer(fx.Tracer):
+    """Of one thread, which has TRACING: torch.fx changes nn.Module's methods while it traces. Two of them at once would
+    leave these changed, and modules that other threads call meanwhile would be sought in what is traced."""
+
+    _thread = 0
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        self._thread = threading.get_ident()
+        return super().trace(root, concrete_args)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+
+class _Tracer(Tracer):
     def __init__(self) -> None:
         super().__init__(autowrap_modules=())  # type: ignore[arg-type]  # math takes no tensors, so it is not traced
 
@@ -116,7 +141,7 @@ class _Tracer(fx.Tracer):
 def _trace_once(function: Any) -> tuple[Expression, tuple[str, ...]]:
     root = _Root(function)
     try:
-        with torch.enable_grad():
+        with TRACING, torch.enable_grad():
             graph = _Tracer().trace(root)
     except _RefusedError:
         raise

@@ -66,7 +66,11 @@ def projection_error(
             f"the last dimension of inputs should be in_features={spec.in_features}, they have the shape "
             f"{tuple(inputs.shape)}"
         )
-    x = in_double(inputs).to(W.device, torch.promote_types(in_double(inputs).dtype, W.dtype)).flatten(0, -2)
+    x = (
+        in_double(inputs)
+        .to(W.device, torch.promote_types(in_double(inputs).dtype, W.dtype))
+        .reshape(-1, spec.in_features)
+    )
     y = x @ W.T.to(x.dtype)
     left = x @ (found - W).T.to(x.dtype)
     return ProjectionError(_relative(found - W, W), _relative(left, y if bias is None else y + in_double(bias)))
@@ -86,6 +90,7 @@ def to_dense(spec: LayerSpec, weights: list[Tensor]) -> Tensor:
     """The matrix [out, in] that the weights stand for; Kronecker products by elements, which neither TF32 nor autocast
     rounds."""
     if spec.tied:
+        weights = [weight.contiguous() for weight in weights]  # torch.kron takes a transposed one for no product
         terms = [weights] if spec.rank == 1 else zip(*weights, strict=True)
         return functools.reduce(torch.add, (functools.reduce(torch.kron, factors) for factors in terms))
     if spec.blocks:

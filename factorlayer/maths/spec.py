@@ -14,9 +14,10 @@ group k and output group l has rank ρ: weight_1 is [K, ρ·L, p] (row r·L + l)
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 Structure = Literal["kronecker", "monarch"]
 STRUCTURES: tuple[Structure, ...] = get_args(Structure)
@@ -186,6 +187,7 @@ def resolve(
 ) -> LayerSpec:
     """The spec that FactorLinear's arguments mean, or a ValueError in their words."""
     _check_structure(structure)
+    in_features, out_features, factors, blocks, rank = map(plain, (in_features, out_features, factors, blocks, rank))
     for name, size in (("in_features", in_features), ("out_features", out_features)):
         if not _is_int(size) or size < 1:
             raise ValueError(f"{name} should be a positive integer, it is {size!r}")
@@ -202,6 +204,18 @@ def resolve(
     else:
         in_factors, out_factors = _factors_of(in_features, out_features, factors)
     return LayerSpec(structure, in_factors, out_factors, rank)
+
+
+def plain(sizes: Any) -> Any:
+    """Sizes, one or sequences, as integers of Python where they are numpy's or tensors, which nn.Linear takes."""
+    if isinstance(sizes, bool):
+        return sizes
+    if isinstance(sizes, (tuple, list)):
+        return (list if isinstance(sizes, list) else tuple)(map(plain, sizes))
+    try:
+        return operator.index(sizes)
+    except TypeError:
+        return sizes
 
 
 def spec_of_weights(structure: Structure, shapes: Sequence[Sequence[int]]) -> LayerSpec:

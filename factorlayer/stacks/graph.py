@@ -10,16 +10,18 @@ import inspect
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import activation_of
-from factorlayer.activations.tracing import Proxy
+from factorlayer.activations.tracing import TRACING, Proxy, Tracer
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
 from factorlayer.recurrences.gated import Gated
@@ -111,7 +113,7 @@ class _Proxy(Proxy):
         return type(self)
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(Tracer):
     """Traces a module: calls of PyTorch's modules, of ours and of what cannot be traced become nodes, and others are
     looked into."""
 
@@ -137,7 +139,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, target, *args, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if not self.is_leaf_module(m, self.path_of_module(m)):
+        if threading.get_ident() == self._thread and not self.is_leaf_module(m, self.path_of_module(m)):
             self.through.append(m)
         return super().call_module(m, forward, args, kwargs)
 
@@ -178,11 +180,11 @@ def _trace_once(module: nn.Module, opaque: dict[str, str], method: str) -> Trace
     does not keep. Whatever it has done to the module is undone."""
     parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in module.modules()}
     buffers = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
-    drawn = random.getstate(), torch.get_rng_state()
+    drawn, seed, draws = (random.getstate(), torch.get_rng_state()), torch.initial_seed(), _Draws()
     tracer = _Tracer(opaque, method, _required(module, method))
     tracer.proxy_buffer_attributes = True
     try:
-        with recording(parts) as reads:
+        with TRACING, draws, recording(parts) as reads:
             graph = tracer.trace(module)
     finally:
         changed = {name for part, (own, _) in parts.items() for name in _changed(own, part.__dict__)}
@@ -195,16 +197,28 @@ def _trace_once(module: nn.Module, opaque: dict[str, str], method: str) -> Trace
             part._buffers.update(own_buffers)
         for buffer, (_, values) in buffers.items():
             buffer.data.copy_(values)
-        draws = random.getstate() != drawn[0] or not torch.equal(torch.get_rng_state(), drawn[1])
-        random.setstate(drawn[0])
-        torch.set_rng_state(drawn[1])
+        if random.getstate() != drawn[0] or torch.initial_seed() != seed:
+            draws.any = True
+        if draws.any:
+            random.setstate(drawn[0])
+            torch.set_rng_state(drawn[1])
     if any(name.startswith("_tensor_constant") for name in changed):
         raise ValueError("it makes tensors of its own, which a graph would keep as they are now")
     if changed:
         raise ValueError(f"its forward sets {', '.join(sorted(changed))}, which a graph does not")
-    if draws:
+    if draws.any:
         raise ValueError("it draws random numbers, which a graph would keep as they are now")
     return graph, reads, tracer.through
+
+
+class _Draws(TorchDispatchMode):
+    """Whether this thread draws random numbers: others may do so meanwhile, from the same generator."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:

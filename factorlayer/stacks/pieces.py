@@ -96,16 +96,18 @@ class Whole:
         """The pieces of the parts that the graph calls and does not look into, by the names of their calls."""
         parts: dict[str, Whole | InParts] = {}
         self._others: dict[str, Part] = {}
+        names: dict[str, str] = {}  # of parts that the graph may call more than once
         for node in self.trace.graph.nodes:
             if node.op != "call_module" or str(node.target) in own:
                 continue
             path = str(node.target)
-            part = _part_of(self.module.get_submodule(path), f"{self.path}{path}.", known, implementation)
-            if part is not None:
-                name = self._free_name(f"part_{len(parts)}")
-                parts[name], self._others[name] = part, Part(part)
-                node.target = name
-                self.stacks |= part.stacks
+            if path not in names:
+                part = _part_of(self.module.get_submodule(path), f"{self.path}{path}.", known, implementation)
+                names[path] = path if part is None else self._free_name(f"part_{len(parts)}")
+                if part is not None:
+                    parts[names[path]], self._others[names[path]] = part, Part(part)
+                    self.stacks |= part.stacks
+            node.target = names[path]
         return parts
 
     def _defaults(self) -> dict[str, Any]:
@@ -229,10 +231,13 @@ class InParts:
                     self.methods.append(whole)
         self.parts: dict[str, Whole | InParts] = {}
         self._left: dict[str, str] = {}
-        for name, child in module.named_children():
-            if any(whole.trace.calls(child) for whole in self.methods):
+        found: dict[nn.Module, Whole | InParts | None] = {}  # one, if it has several names
+        for name, child in module._modules.items():
+            if child is None or any(whole.trace.calls(child) for whole in self.methods):
                 continue
-            part = _part_of(child, f"{path}{name}.", known, implementation)
+            if child not in found:
+                found[child] = _part_of(child, f"{path}{name}.", known, implementation)
+            part = found[child]
             if part is not None:
                 self.parts[name] = part
             else:
@@ -272,8 +277,9 @@ class InParts:
         lines = [f"  {self._name()}: its own forward, {fused}{because}"]
         for whole in self.methods:
             lines += whole.explain()
-        for part in self.parts.values():
-            lines += part.explain()
+        for name, part in self.parts.items():
+            is_first = part.path == f"{self.path}{name}."
+            lines += part.explain() if is_first else [f"  {self.path}{name}: the same as {part.path.rstrip('.')}"]
         return lines + [f"  {self.path}{child}: as it was{why}" for child, why in self._left.items()]
 
 
