@@ -356,12 +356,23 @@ PyObject* take_kernels(PyObject*, PyObject* const* given, Py_ssize_t) {
   return none();
 }
 
-// The forward(ctx, chain, x, bias, *weights) of the Function that records: its y has been made already.
+// Whether a tensor behind the text, x and the bias gets a gradient.
+bool learns(PyObject* context) {
+  const Object needs(PyObject_GetAttrString(context, "needs_input_grad"));
+  for (Py_ssize_t i = needs.get() ? PyTuple_Size(needs.get()) : 0; i > 3; --i)
+    if (PyObject_IsTrue(PyTuple_GetItem(needs.get(), i - 1)) > 0) return true;
+  return false;
+}
+
+// The forward(ctx, chain, x, bias, *weights) of the Function that records: its y has been made already. Where no weight learns,
+// its keep_less(chain, tensors) says what to save, if it has that.
 PyObject* record(PyObject*, PyObject* given) {
-  PyObject* const context = PyTuple_GetItem(given, 0);
+  PyObject *const context = PyTuple_GetItem(given, 0), *const text = PyTuple_GetItem(given, 1);
   const Object tensors(PyTuple_GetSlice(given, 2, PyTuple_Size(given)));  // save_for_backward does no more than this
-  if (PyObject_SetAttr(context, known.to_save, tensors.get())) return nullptr;
-  if (PyObject_SetAttr(context, known.text, PyTuple_GetItem(given, 1))) return nullptr;
+  const Object less(learns(context) ? nullptr : PyObject_CallMethod(context, "keep_less", "OO", text, tensors.get()));
+  PyErr_Clear();
+  if (PyObject_SetAttr(context, known.to_save, less.get() ? less.get() : tensors.get())) return nullptr;
+  if (PyObject_SetAttr(context, known.text, text)) return nullptr;
   return std::exchange(made_y, nullptr);
 }
 

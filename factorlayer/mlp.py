@@ -136,7 +136,7 @@ class FactorMLP(Recorded, RunsAsStacks):
             self._build()
             for stack in self.stacks if frozen else ():
                 stack.freeze()
-        return bool(self._stacks)
+        return len(self._stacks) > 0  # bool of a list is nothing that PyTorch 2.11 compiles
 
     @property
     def stacks(self) -> list[LayerStack]:

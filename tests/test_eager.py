@@ -248,6 +248,42 @@ def test_saved_tensors_are_asked_for_once(
     assert len(brought) == len(set(brought)) == len(kept) == tensors
 
 
+@pytest.mark.feature("frozen weights keep no input for the backward pass", result="works")
+@pytest.mark.parametrize("learns", ["nothing", "bias", "weights"])
+@pytest.mark.parametrize("options", [{}, {"rank": 2}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_x_is_kept_where_weights_learn(
+    learns: str, options: dict[str, Any], at_once: bool, by_ops: Callable[[], None]
+) -> None:
+    """Or where its activation has to be gone back through. Else x may change before the backward pass, as nn.Linear's
+    may."""
+    layer = FactorLinear(12, 20, dtype=torch.float64, implementation="fused", **options)
+    x = torch.randn(50, 12, dtype=torch.float64, requires_grad=True)
+    grad_y = torch.randn(50, 20, dtype=torch.float64)
+    right = torch.autograd.grad(layer(x), [x, *layer.parameters()], grad_y)
+    of = {p: gradient for p, gradient in zip([x, *layer.parameters()], right, strict=True)}
+    wanted = {"nothing": [], "bias": [layer.bias], "weights": [*layer.parameters()]}[learns]
+    layer.requires_grad_(False)
+    for parameter in wanted:
+        parameter.requires_grad_()
+    if not at_once:
+        by_ops()
+    is_kept = learns == "weights" or "activation" in options
+    numbers: list[int] = []
+    h = x * 1
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (numbers.append(t.untyped_storage().nbytes()), t)[1], lambda t: t
+    ):
+        y = layer(h)
+    assert (max(numbers) >= x.nbytes) == is_kept
+    made = torch.autograd.grad(y, [x, *wanted], grad_y, retain_graph=True)
+    for tensor, gradient in zip([x, *wanted], made, strict=True):
+        torch.testing.assert_close(gradient, of[tensor])
+    h.detach().zero_()
+    again = torch.autograd.grad(y, x, grad_y, create_graph=True)[0] if not is_kept else made[0]
+    torch.testing.assert_close(again, made[0])
+
+
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.PReLU()], ids=["relu", "gelu", "learned"])
 @pytest.mark.parametrize("leading", [(5,), (2, 3), ()], ids=str)
 @pytest.mark.parametrize("frozen", [(), ("layers.0", "layers.2"), ("layers.3.bias",)], ids=str)

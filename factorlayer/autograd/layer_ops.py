@@ -250,11 +250,21 @@ def refuse_traced_gradients() -> None:
 # eager mode, and one with setup_context, which is what torch.func can transform.
 
 
+def _kept(ctx: Any, text: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The x, bias and weights that a backward pass needs. Where no weight learns and nothing is activated, it needs of x
+    its sizes alone: one number stands for all of x then, whose memory may go, as nn.Linear lets it go."""
+    x = tensors[0]
+    if x is None or any(ctx.needs_input_grad[3:]) or Chain.parse(text).activation != "identity":
+        return tensors
+    ctx.is_x_kept = False
+    return x.new_empty(()).expand(x.shape), *tensors[1:]
+
+
 class _Chain(Function):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text = text
-        ctx.save_for_backward(x, bias, *weights)
+        ctx.save_for_backward(*_kept(ctx, text, (x, bias, *weights)))
         y: Tensor = _forward(x, weights, bias, text)
         return y
 
@@ -270,7 +280,7 @@ class _ChainNow(_Chain):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text = text
-        ctx.to_save = (x, bias, *weights)  # which is all that save_for_backward does
+        ctx.to_save = _kept(ctx, text, (x, bias, *weights))  # which is all that save_for_backward does
         y: Tensor = _forward_now(x, weights, bias, text)
         return y
 
@@ -293,6 +303,8 @@ def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
+    if not ctx.is_x_kept:  # kernels are given an x to point at, of which they read nothing
+        saved = torch.empty_like(saved[0], memory_format=torch.contiguous_format), *saved[1:]
     return gradients_now(ctx.text, grad_y, saved, needs)
 
 
@@ -350,6 +362,8 @@ if missing_extension is None:
 
     try:
         _ChainAtOnce._backward_cls.apply = _apply_backward  # type: ignore[attr-defined]
+        _ChainAtOnce._backward_cls.keep_less = _kept  # type: ignore[attr-defined]
+        _ChainAtOnce._backward_cls.is_x_kept = True  # type: ignore[attr-defined]
         _C.begin(
             (
                 *(None, Tensor, nn.Parameter),

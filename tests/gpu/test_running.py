@@ -85,6 +85,24 @@ def test_the_same_bits_every_time_and_on_every_stream(kind: str, dtype: str) -> 
 
 
 @each_layer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_weights_keep_no_x(kind: str, dtype: torch.dtype) -> None:
+    """Kernels are given memory in its place that nobody has written."""
+    options = LAYERS[kind] | {"activation": None}
+    features = math.prod(options["factors"])
+    layer = FactorLinear(features, features, device="cuda", dtype=dtype, **options).requires_grad_(False)
+    x = torch.randn(300, features, device="cuda", dtype=dtype, requires_grad=True)
+    grad_y = torch.randn_like(x)
+    found = {}
+    for name in ("fused", "batched"):
+        layer.implementation = name
+        torch.full_like(x, math.nan)  # what fresh memory may hold
+        (found[name],) = torch.autograd.grad(layer(x * 1), x, grad_y)
+    assert found["fused"].isfinite().all()
+    torch.testing.assert_close(found["fused"], found["batched"], atol=0.05, rtol=0.05)
+
+
+@each_layer
 @pytest.mark.feature("any CUDA stream", result="works")
 def test_runs_on_the_current_stream(kind: str) -> None:
     """x is written right before the call, behind long work of that stream: any other would read it too early."""
