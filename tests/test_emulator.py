@@ -2600,7 +2600,7 @@ PLANTED = {
     "no-fence-of-copies": (PAIR, "fence_copy_engine();\n      arrive", "arrive", "no fence: a matrix unit"),
     "no-wait-for-a-slot": (PAIR, "wait_for_bytes(ring.empty(slot), phase);", "", "nobody goes on"),
     "no-wait-for-a-mapped-slot": (PAIR_BY_MAP, "wait_for_bytes(ring.empty(slot), phase);", "", "more arrivals"),
-    "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n          t", "t", "race: a copy"),
+    "no-wait-for-sums": (PAIR, "wait_for_products<0>();\n            t", "t", "race: a copy"),
     "no-fence-of-slabs": (WIDE, FENCE_OF_SLABS + "\n    at.last", "at.last", "no fence: a matrix unit"),
     "no-fence-of-split-slabs": (
         WIDE_OF_FLOATS,

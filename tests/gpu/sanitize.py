@@ -96,7 +96,7 @@ TRAINED = [
     ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
     ("kronecker", "10 24", 2060, "float16", 3),
     ("kronecker", "48x40 40x64", 170, "bfloat16 tf32", 4),
-    ("kronecker", "72 96", 66, "bfloat16 tf32", 2),
+    ("kronecker", "72 96", 66, "bfloat16", 2),
     ("monarch", "4x192 192x4", 192, "tf32", 48),
     ("monarch", "4x8 192x128", 70, "bfloat16"),
     ("monarch", "5x9 9x60", 70, "float16", 5),

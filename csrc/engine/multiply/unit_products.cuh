@@ -52,7 +52,7 @@ template <class Pass> struct UnitProducts : Slabs<typename Pass::Element, 64> {
   // By scale_a and scale_b sums are as large as they should be. Before dT is written again, the group has to have met.
   DEVICE void visit(u32 x, u32 g, float scale_a, float scale_b, SumsA (&d_a)[TERMS], SumsB (&d_b)[TERMS], SumsB& d_x) const {
     UNROLL for (int term = 0; term < TERMS; ++term) {
-      if (term) sync_warpgroup(warpgroup);  // dT has been read
+      if (term) sync_warpgroup(warpgroup);  // the term before has read dT
       visit(a + term * kSlab, b + term * kSlab, x, g, scale_a, scale_b, d_a[term], d_b[term], d_x, term > 0);
     }
     if constexpr (kScalesB) scale_sums(d_x, scale_b);
