@@ -16,6 +16,7 @@ from factorlayer.activations.texts import UserActivation, activation_of, compute
 from factorlayer.autograd.input_ops import explain_inputs, of_inputs
 from factorlayer.autograd.inputs import Input
 from factorlayer.autograd.layer_ops import explain_fused, explain_shards, is_sharded, text_for
+from factorlayer.autograd.leaves import as_node, is_traced
 from factorlayer.autograd.record import Record, Recorded, record_of, record_of_weights, warn_of_dense
 from factorlayer.functional import (
     IMPLEMENTATIONS,
@@ -159,6 +160,9 @@ class FactorLinear(Recorded):
     def forward(self, input: Input) -> Tensor:
         """Returns y [..., out_features] of input [..., in_features], or of a list of tensors as if it were concatenated
         along the features."""
+        if type(input) is not Tensor and is_traced(input):
+            traced: Tensor = as_node(self, input)
+            return traced
         parameters = self._parameters
         weights: list[Tensor]
         bias: Tensor | None

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from factorlayer.activations.named import activate
 from factorlayer.activations.texts import UserActivation, activation_of, computed
 from factorlayer.autograd.inputs import Input, are_several, concatenated
+from factorlayer.autograd.leaves import as_node, is_traced
 from factorlayer.autograd.record import Record, Recorded
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.layers import FactorLinear
@@ -147,6 +148,9 @@ class FactorMLP(Recorded, RunsAsStacks):
     def forward(self, x: Input) -> Tensor:
         """Returns y [..., out] of x [..., in], or of a list of tensors as if it were concatenated along the
         features."""
+        if type(x) is not Tensor and is_traced(x):
+            traced: Tensor = as_node(self, x)
+            return traced
         if not self._notice():
             y = self._one_by_one(concatenated(x) if are_several(x) else x)
         else:

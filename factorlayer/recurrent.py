@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.activations.texts import UserActivation
 from factorlayer.autograd.inputs import Input, are_several, checked, concatenated
+from factorlayer.autograd.leaves import as_node, is_traced
 from factorlayer.functional import Implementation
 from factorlayer.maths.recurrence import GateStructure, Reset
 from factorlayer.maths.spec import Factors
@@ -151,6 +152,9 @@ class FactorGRU(Gated):
             each begins, and, at last, total. With max_seqlen, the length of the longest one (or more), nobody waits for
             a GPU to look at it.
         """
+        if is_traced(input):
+            output, state = as_node(self, input, hx, starts=starts, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            return output, state
         layout = layout_of("FactorGRU", input, self.input_size, self.batch_first, cu_seqlens, max_seqlen)
         if isinstance(input, Tensor):
             self._check_features(input)
@@ -340,6 +344,9 @@ class FactorGRUCell(Gated):
 
     def forward(self, input: Input, hx: Tensor | None = None) -> Tensor:
         """The state [batch, hidden], or [hidden], behind a step; of a list as FactorGRU takes it."""
+        if is_traced(input):
+            traced: Tensor = as_node(self, input, hx)
+            return traced
         inputs: list[Any] = [input]
         if are_several(input):
             inputs = checked("FactorGRUCell", input, self.input_size, "input_size", "input")

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from factorlayer import FactorGRU, FactorGRUCell, FactorLinear, FactorMLP
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
 each_kind = pytest.mark.parametrize("kind", MODULES)
 WAYS = ["auto", "naive", "batched", "fused"]
@@ -133,6 +135,35 @@ def test_make_fx(kind: str, implementation: str, tracing: str) -> None:
     traced = make_fx(both, tracing_mode=tracing, _allow_non_fake_inputs=True)(sample(5).requires_grad_())
     x = sample(7 if tracing == "symbolic" else 5).requires_grad_()
     torch.testing.assert_close(traced(x), both(x))
+
+
+class Whole(nn.Module):
+    """A model with one of each kind, and with an x that is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = FactorLinear(12, 20, rank=2)
+        self.block = FactorMLP([20, (4, 4), 12], activation="gelu")
+        self.joined = FactorLinear(32, 12)
+        self.gru = FactorGRU(12, 8, batch_first=True)
+        self.cell = FactorGRUCell(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        output, h = self.gru(self.joined([y, self.block(y)]))
+        step: Tensor = self.cell(output[:, -1], h[0])
+        return step
+
+
+@pytest.mark.feature("torch.fx.symbolic_trace, as nodes of the graph", result="works")
+def test_symbolic_trace() -> None:
+    model, x = Whole().double(), torch.randn(3, 5, 12, dtype=torch.float64)
+    traced = torch.fx.symbolic_trace(model)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert called == ["first", "block", "joined", "gru", "cell"]
+    torch.testing.assert_close(traced(x), model(x))
+    with pytest.raises(TypeError, match=r"FactorLinear: torch\.fx cannot look into it"):
+        torch.fx.symbolic_trace(model.first)
 
 
 # Nested tensors

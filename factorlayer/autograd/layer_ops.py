@@ -251,8 +251,8 @@ def refuse_traced_gradients() -> None:
 
 
 def _kept(ctx: Any, text: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """The x, bias and weights that a backward pass needs. Where no weight learns and nothing is activated, it needs of x
-    its sizes alone: one number stands for all of x, whose memory may go then, as nn.Linear lets it go."""
+    """The x, bias and weights that a backward pass needs. Where no weight learns and nothing is activated, it needs the
+    sizes of x alone: one number stands for all of x, whose memory may go then, as nn.Linear lets it go."""
     x = tensors[0]
     if x is None or any(ctx.needs_input_grad[3:]) or Chain.parse(text).activation != "identity":
         return tensors
