@@ -254,8 +254,8 @@ def _kept(ctx: Any, text: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tens
     """The x, bias and weights that a backward pass needs. Where no weight learns and nothing is activated, it needs the
     sizes of x alone: one number stands for all of x, whose memory may go then, as nn.Linear lets it go."""
     x = tensors[0]
-    if x is None or any(ctx.needs_input_grad[3:]) or Chain.parse(text).activation != "identity":
-        return tensors
+    if is_compiling() or x is None or any(ctx.needs_input_grad[3:]) or Chain.parse(text).activation != "identity":
+        return tensors  # a compiler finds by itself what to keep
     ctx.is_x_kept = False
     return x.new_empty(()).expand(x.shape), *tensors[1:]
 

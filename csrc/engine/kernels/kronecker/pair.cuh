@@ -22,13 +22,13 @@
 // rows again, on their way through ldmatrix and stmatrix. So that neither meets itself in a bank, there an X is 16 bytes,
 // and here a mixture 128 bytes, further from the one before than it is long.
 //
-// Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a
-//       mode), P0, P1, Q0, Q1, UNITS_PER_SAMPLE; TERMS of a sum, CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go there
-//       at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
+// Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a mode),
+//       P0, P1, Q0, Q1, UNITS_PER_SAMPLE; TERMS of a sum, CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go
+//       there at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
 //       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
-//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b; Source:
-//       void, or Several, the tensors that x is, which neither mixtures nor maps take
+//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b; Source: void, or
+//       Several, the tensors that x is, which neither mixtures nor maps take
 #pragma once
 #include "multiply/mixing.cuh"
 #include "multiply/mma.cuh"
@@ -139,11 +139,13 @@ template <class Pass> struct TwoFactors {
       load_weight<HELD, Pass::FACTOR_B, kM, kBytesB, kSlabB, Q1, P1, false>(
           b, [&](int q, int p, int term) { return Pass::weight_b(params, q, p, term); });
   }
-  // All terms' weights, several loads of a thread on their way. Where their left operand are SUMS of 32 bits, a lane's k's are 2t and 2t + 1. row_of says which row is where.
+  // All terms' weights, several loads of a thread on their way. Where their left operand are SUMS of 32 bits, a lane's k's are
+  // 2t and 2t + 1. row_of says which row is where.
   struct InOrder {
     DEVICE int operator()(int row) const { return row; }
   };
-  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, bool SUMS = true, class At, class RowOf = InOrder>
+  template <int FIRST, int FACTOR, int ROWS, int BYTES, int SLAB, int ROW, int COLUMN, bool SUMS = true, class At,
+            class RowOf = InOrder>
   DEVICE void load_weight(u32 to, At at, RowOf row_of = {}) const {
     constexpr bool kWords = FACTOR >= 0 && COLUMN * kSize % 16 == 0;
     constexpr int kTogether = kWords ? 16 / kSize : kUnit == 2 && COLUMN % 2 == 0 ? 2 : 1;
@@ -385,11 +387,12 @@ template <class Pass> struct TwoFactors {
 
   template <int N> using Sums = SplitSums<N, PIECES>;
   using Left = u32[PIECES][kStepsA][4];
+  using Held = u32[HELD ? HELD : 1][kStepsB][4];
 
   DEVICE void consume(float scale_a, float scale_b) const {
     const float unscale_a = 1 / scale_a, unscale_b = 1 / scale_b;
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
-    u32 held[HELD ? HELD : 1][kStepsB][4];
+    Held held;
     if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
     load_weights(scale_a);
     fence_copy_engine();
@@ -470,7 +473,7 @@ template <class Pass> struct TwoFactors {
     held[s][half] = words[0], held[s][half + 2] = words[1], held[s + 1][half] = words[2], held[s + 1][half + 2] = words[3];
   }
   // The word of operand B in register i of step s
-  DEVICE void hold(u32 (&held)[HELD ? HELD : 1][kStepsB][4], int s, int i, int q, float scale) const {
+  DEVICE void hold(Held& held, int s, int i, int q, float scale) const {
     const int p = s * kStep + i / 2 * (kStep / 2) + lane.t * (4 / kUnit);
     const auto at = [&](int p) { return q < Q1 && p < P1 ? scale * Pass::weight_b(params, q, p) : 0.f; };
     if constexpr (kUnit == 4) {
@@ -485,7 +488,6 @@ template <class Pass> struct TwoFactors {
     }
   }
 
-  using Held = u32[HELD ? HELD : 1][kStepsB][4];
   DEVICE void multiply_b(Sums<CHUNK>& t, const Held& held, u32 state, int part, int term = 0) const {
     multiply_pieces<PIECES, kStepsB>(t, false, [&](float(&sums)[CHUNK / 2], int s, int i, int j, bool add) {
       const u64 x = operand(state + j * kBytesX) + (s / 4 * kSlabX >> 4) + s % 4 * 2;
@@ -493,7 +495,8 @@ template <class Pass> struct TwoFactors {
         Wgmma<Part, CHUNK>::multiply(sums, held[i < HELD ? i : 0][s], x, add);
       else
         Wgmma<Part, CHUNK>::multiply(
-            sums, operand(b + term * kTermB + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x, add);
+            sums, operand(b + term * kTermB + (i - HELD) * kBytesB + part * 8192) + (s / 4 * kSlabB >> 4) + s % 4 * 2, x,
+            add);
     });
   }
   DEVICE void multiply_a(Sums<kN>& y, const Left& left, int chunk, int term = 0) const {

@@ -6,14 +6,13 @@
 // by warpgroups, each with units of its own (unit_products.cuh). The block's units go through a ring of slots, which another
 // warpgroup fills, several units ahead, so that memory never waits for products.
 //
-// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM, TERMS (of a sum, the pass's first term, and how many it takes: it adds
-//       to the dX of those before, which come to the slots as well); SLOTS, AHEAD (units on their way), GROUPS (warpgroups that multiply);
-//       registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what they are multiplied by,
-//       normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is);
-//       BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a sample; dX may
-//       have no place then;
-//       SINGLES: sums of each block that a pass before has made, and with them G, which lies where dX belongs; or 0; Source and
-//       Sink: void, or Several, the tensors that X and dX are
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; of a sum, RANK, TERM (the first term) and TERMS (how many): dX is added to
+//       that of the terms before, which comes to the slots as well; SLOTS, AHEAD (units on their way), GROUPS (warpgroups that
+//       multiply); registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others; weight_a(), weight_b(), what
+//       they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the
+//       parameter that G is); BIAS: whether sums of G over all units are made as well, behind those of weights, a unit being a
+//       sample; dX may have no place then; SINGLES: sums of each block that a pass before has made, and with them G, which lies
+//       where dX belongs; or 0; Source and Sink: void, or Several, the tensors that X and dX are
 #pragma once
 #include "finish/sums.cuh"
 #include "move/ring.cuh"

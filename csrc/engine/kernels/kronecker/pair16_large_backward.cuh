@@ -6,9 +6,10 @@
 // by two warpgroups, each with 64 rows of p0, or of q1 for dB. All lies in shared memory once, in slabs of 64 columns, which the
 // matrix unit reads with k or with m and n contiguous; T alone is an operand in registers. A third warpgroup copies.
 //
-// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM (of a sum, whose term it is: it adds to the dX of those before); SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and
-//       normal_b(); FACTOR_A, FACTOR_B: the parameter that these are, or -1; GRAD (the parameter that G is); Source and Sink: void, or
-//       Several, the tensors that X and dX are
+// Pass: Element, P0, P1, Q0, Q1, UNITS_PER_SAMPLE; of a sum, RANK and TERM (which it is): dX is added to that of the terms
+//       before; SLOTS; weight_a(), weight_b(), what they are multiplied by, normal_a() and normal_b(); FACTOR_A, FACTOR_B: the
+//       parameter that these are, or -1; GRAD (the parameter that G is); Source and Sink: void, or Several, the tensors that X
+//       and dX are
 #pragma once
 #include "multiply/slabs.cuh"
 #include "finish/sums.cuh"
@@ -57,7 +58,8 @@ template <class Pass> struct Pair16LargeBackward : Slabs<typename Pass::Element,
       Base::template copy<P0, P1, 128>(source_of<typename Pass::Source, Element>(params) + unit * (P0 * P1), to);
       const auto* grad_y = static_cast<const Element*>(params.weights[Pass::GRAD]);
       Base::template copy<Q0, Q1, 128>(grad_y + unit * (Q0 * Q1), to + kState);
-      if constexpr (Pass::TERM > 0) prefetch_state<P0 * P1, 128>(sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1));
+      if constexpr (Pass::TERM > 0)
+        prefetch_state<P0 * P1, 128>(sink_of<typename Pass::Sink, Element>(params) + unit * (P0 * P1));
       commit_copies();
       wait_for_copies<0>();
       fence_copy_engine();

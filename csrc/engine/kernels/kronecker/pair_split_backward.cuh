@@ -8,10 +8,10 @@
 // a block each; T alone is an operand in registers. Another warpgroup loads units and splits them; it refills G's
 // place while X is still read, and X's while dX is made.
 //
-// Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; RANK, TERM (of a sum, whose term it is: it adds to the dX of those before); PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who
-//       loads and REGISTERS of the others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a
-//       pass before has made, and with them G, which lies where dX belongs; or 0; Source and Sink: void, or Several, the tensors
-//       that X and dX are
+// Pass: P0, P1, Q0, Q1, UNITS_PER_SAMPLE; of a sum, RANK and TERM (which it is): dX is added to that of the terms before;
+//       PIECES, GROUPS (warpgroups that multiply); registers of a thread, COPY_REGISTERS of who loads and REGISTERS of the
+//       others; weight_a(), weight_b(); GRAD (the parameter that G is); SINGLES: sums of each block that a pass before has made,
+//       and with them G, which lies where dX belongs; or 0; Source and Sink: void, or Several, the tensors that X and dX are
 #pragma once
 #include "types/params.cuh"
 #include "multiply/splits.cuh"
