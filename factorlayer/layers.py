@@ -161,8 +161,7 @@ class FactorLinear(Recorded):
         """Returns y [..., out_features] of input [..., in_features], or of a list of tensors as if it were concatenated
         along the features."""
         if type(input) is not Tensor and is_traced(input):
-            traced: Tensor = as_node(self, input)
-            return traced
+            return as_node(self, input)
         parameters = self._parameters
         weights: list[Tensor]
         bias: Tensor | None

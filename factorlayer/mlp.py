@@ -149,8 +149,7 @@ class FactorMLP(Recorded, RunsAsStacks):
         """Returns y [..., out] of x [..., in], or of a list of tensors as if it were concatenated along the
         features."""
         if type(x) is not Tensor and is_traced(x):
-            traced: Tensor = as_node(self, x)
-            return traced
+            return as_node(self, x)
         if not self._notice():
             y = self._one_by_one(concatenated(x) if are_several(x) else x)
         else:

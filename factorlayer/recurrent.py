@@ -345,8 +345,7 @@ class FactorGRUCell(Gated):
     def forward(self, input: Input, hx: Tensor | None = None) -> Tensor:
         """The state [batch, hidden], or [hidden], behind a step; of a list as FactorGRU takes it."""
         if is_traced(input):
-            traced: Tensor = as_node(self, input, hx)
-            return traced
+            return as_node(self, input, hx)
         inputs: list[Any] = [input]
         if are_several(input):
             inputs = checked("FactorGRUCell", input, self.input_size, "input_size", "input")

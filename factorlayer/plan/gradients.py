@@ -105,7 +105,7 @@ def _with_bias(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ..
 @functools.lru_cache(256)
 def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], ...]:
     """The ways to make all gradients, at least one. Raises PlanError if there is none."""
-    ways_back = _of_inputs(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
+    ways_back = _of_factors(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
     found = (*ways_back, *_by_visits(chain, dtype, batch, gpu))
     if batch > BATCHES[0] and chain.is_kronecker and whole.takes(chain, dtype):
         found = _or_as_dense(found, chain, dtype, batch, gpu)
@@ -165,14 +165,12 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
     elif chain.is_monarch:
         if whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
             yield min(_of_two_untied(chain, dtype, batch, gpu), key=lambda way: way[0])[1]
-    elif all(c.tied for c in chain.contractions):
-        outer, inner = around(chain)
-        if inner == 1:
-            yield from ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu, rank=chain.rank)
+    else:
+        yield from _of_factors(chain, dtype, batch, gpu)
 
 
-def _of_inputs(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
-    """The ways of families that read an x which is several tensors."""
+def _of_factors(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
+    """The ways of families of several factors, of an x that is several tensors those that read it so."""
     if len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
         if inner == 1:

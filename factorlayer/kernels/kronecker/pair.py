@@ -10,8 +10,8 @@ from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.passes import tensor_map
-from factorlayer.kernels.weights import can_be_made, normals, product
-from factorlayer.kernels.work import Mode, OfWork, Terms, TwoSizes, Work, round_up, told_inputs
+from factorlayer.kernels.weights import can_be_made, told_weights
+from factorlayer.kernels.work import OfWork, Terms, TwoSizes, Work, round_up, told_inputs
 
 BARRIER_BYTES = 1024
 LEAST = 24  # of a size that fills the matrix unit
@@ -19,8 +19,8 @@ MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 START_US = 1.4
-RATE = 0.6  # of the matrix unit's, that products of a unit have; and those of a sum's terms, one behind another
-SUMS_RATE = 0.8
+RATE = 0.6  # of the matrix unit's, that products of a unit have
+SUMS_RATE = 0.8  # and those of a sum's terms, one behind another: eleven sums of two to eight terms on one H200
 UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
 MIX_US = 2e-5  # of a multiply-add of a mixture, by FMA
 PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy to its last mixture
@@ -179,7 +179,7 @@ class Pair(OfWork, TwoSizes):
         """The kernel's constants, with registers of threads who copy, and who multiply, and chunks under way."""
         work = self.work
         numbers = self.told_sizes | {"UNITS_PER_SAMPLE": work.outer, "CHUNK": self.chunk, "SLOTS": self.slots}
-        numbers |= {"PARTS": self.parts, "TERMS": work.rank}
+        numbers |= {"PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results}
@@ -191,10 +191,9 @@ class Pair(OfWork, TwoSizes):
         flags = {"BIAS": work.bias, "MAPPED": mapped}
         lines += constants({**flags, "Source": told_inputs(work.inputs)["Source"]})
         last = len(work.sizes) - 1
-        for at, mode in work.steps:
-            letter = {last: "b", last - 1: "a"}.get(at, "m")
-            lines += weight_lines(mode, f"_{letter}", letter.upper())
-        return lines
+        letters = "".join({last: "b", last - 1: "a"}.get(at, "m") for at, _ in work.steps)
+        modes = [mode for _, mode in work.steps]
+        return lines + told_weights(modes, letters, work.dtype, Terms(work.rank, 0, work.rank))
 
     template = "TwoFactors"
 
@@ -205,26 +204,6 @@ class Pair(OfWork, TwoSizes):
     @property
     def told(self) -> list[str]:
         return self.lines(self.registers, 2 if self.slots > 3 else 1, self.mapped)
-
-
-def weight_lines(mode: Mode, name: str, letter: str) -> list[str]:
-    """Lines that say what a weight's elements are, which parameter it is, or how a product is scaled in fp16."""
-    weights = [
-        f"auto w{j} = static_cast<const Element*>(params.weights[{weight}]) + term * {q * p};"
-        for j, (weight, q, p) in enumerate(mode.parts)
-    ]
-    body = "\n    ".join(weights)
-    lines = [
-        f"static DEVICE float weight{name}(const Params& params, int q, int p, int term = 0) {{",
-        f"  {body}\n    return {product(mode)};\n  }}",
-    ]
-    plain = len(mode.parts) == 1
-    return [
-        *lines,
-        f"static constexpr int FACTOR_{letter} = {mode.parts[0][0] if plain else -1};",
-        f"static DEVICE float scale{name}(const Params& params, int term = 0) {{",
-        f"  {'' if plain else body}\n    return {'1' if plain else normals(mode)};\n  }}",
-    ]
 
 
 def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:

@@ -12,9 +12,10 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
 from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
-from factorlayer.kernels.kronecker.pair import LEAST, Pair, weight_lines
+from factorlayer.kernels.kronecker.pair import LEAST, Pair
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.weights import weight_functions
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
 Behind = PairSplitBackward | Pair16Backward
@@ -160,8 +161,8 @@ class Triple(OfWork):
         numbers = {"PO": self.mode.p, "QO": self.mode.q, "SAMPLES": self.work.outer, "CLUSTER": self.cluster}
         numbers |= {"BUFFERS": self.buffers, "LAST": self.last, "SENT": self.sent, "DEPTH": self.depth}
         numbers |= {"LAST_REGISTERS": self.last_registers, "SHARES": self.shares}
-        lines = self.pair.lines(registers, min(3, self.slots - 2)) + weight_lines(self.mode, "_o", "O")
-        return lines + constants(numbers)
+        lines = self.pair.lines(registers, min(3, self.slots - 2))
+        return lines + weight_functions(self.mode, "o", self.work.dtype) + constants(numbers)
 
 
 @dataclass(frozen=True)

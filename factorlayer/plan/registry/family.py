@@ -217,8 +217,8 @@ class Offer(NamedTuple):
 def offers(families: Iterable[Family], *asked: Any, **told: Any) -> Iterator[Offer]:
     """Of each family that has a kernel, up to the first one that answers alone."""
     about = Asked.of(*asked)
-    about = about._replace(inputs=about.inputs or told.get("inputs") is not None)
-    about = about._replace(sums=about.sums or told.get("rank", 1) > 1)
+    inputs, sums = told.get("inputs") is not None, told.get("rank", 1) > 1
+    about = about._replace(inputs=about.inputs or inputs, sums=about.sums or sums)
     for family in families:
         if passes := family._way(about, asked, told):
             yield Offer(family.margin.of(*asked) * sum(p.us for p in passes), passes, family)

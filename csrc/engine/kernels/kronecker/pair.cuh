@@ -27,7 +27,7 @@
 //       there at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
 //       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
-//       are, or -1 where they are products, and what those are scaled by, scale_m, scale_a and scale_b; Source: void, or
+//       are, or -1 where they are products, and what those are scaled by, normal_m, normal_a and normal_b; Source: void, or
 //       Several, the tensors that x is, which neither mixtures nor maps take
 #pragma once
 #include "multiply/mixing.cuh"
@@ -127,7 +127,7 @@ template <class Pass> struct TwoFactors {
         produce(blockIdx.x, [](i64 unit) { return unit + gridDim.x; });
     } else {
       take_registers<Pass::REGISTERS>();
-      consume(kScalesA ? Pass::scale_a(params) : 1.f, kScalesB ? Pass::scale_b(params) : 1.f);
+      consume(Pass::normal_a(params), Pass::normal_b(params));
     }
   }
 
@@ -345,8 +345,7 @@ template <class Pass> struct TwoFactors {
     };
     ROLL for (int stage = 0; stage < Pass::STAGES; ++stage) ask(stage);
 
-    constexpr bool kScales = Pass::FACTOR_M < 0 && is_same<Element, f16>;
-    const float scale = kScales ? Pass::scale_m(params) : 1.f, unscale = kScales ? 1 / scale : 1.f;
+    const float scale = Pass::normal_m(params), unscale = 1 / scale;
     const u32 weights = mixing_weights<Element>(
         lane, [&](int q, int p) { return q < Q && p < P ? scale * Pass::weight_m(params, q, p) : 0.f; });
     int slot = 0, stage = 0;
