@@ -80,14 +80,18 @@ inline bool __all_sync(u32, bool here) {
   });
   return here;
 }
-inline u32 __shfl_xor_sync(u32, u32 x, int by) {
-  struct Given { u32 x, by, got; } mine = {x, u32(by), 0};
-  emulator::together("__shfl_xor_sync", &mine, [](void* const* lanes) {
-    const auto lane = [&](u32 i) { return static_cast<Given*>(lanes[i]); };
-    for (u32 i = 0; i < 32; ++i) lane(i)->got = lane(i ^ lane(i)->by)->x;
+// What each lane has of the one that it names: by number, or by the bits in which both differ
+struct Shuffled { u32 x, lane, got; };
+template <bool XOR> u32 shuffled(u32 x, u32 lane) {
+  Shuffled mine = {x, lane, 0};
+  emulator::together(XOR ? "__shfl_xor_sync" : "__shfl_sync", &mine, [](void* const* lanes) {
+    const auto given = [&](u32 i) { return static_cast<Shuffled*>(lanes[i]); };
+    for (u32 i = 0; i < 32; ++i) given(i)->got = given((XOR ? i : 0) ^ given(i)->lane)->x;
   });
   return mine.got;
 }
+inline u32 __shfl_sync(u32, u32 x, int from) { return shuffled<false>(x, u32(from) % 32); }
+inline u32 __shfl_xor_sync(u32, u32 x, int by) { return shuffled<true>(x, u32(by)); }
 
 static unsigned char shared_memory[1];
 inline u32 shared_address(const void*) { return emulator::kBase; }

@@ -370,48 +370,52 @@ template <class Pass> struct Wide {
     if constexpr (FAST == 1) return i64(tile.slow) * Q + j;
     return i64(tile.slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
   }
-  DEVICE const Element* biases(i64 row) const { return static_cast<const Element*>(params.bias) + row % Pass::OUTER * Q; }
-  DEVICE float bias_at(const Tile& tile, i64 row, int j, int fast) const {
-    constexpr int kInner = Pass::BIAS_INNER;
-    if constexpr (kInner > 1)
-      return j < Q && fast < FAST ? widen(biases(0)[(i64(fast) / kInner * Q + j) * kInner + fast % kInner]) : 0;
-    return j < Q && fast < FAST ? widen(biases(row)[feature(tile, j, fast)]) : 0;
-  }
-  // Of 16 bits and one group, those of a thread's columns lie side by side.
-  static constexpr bool kBiasesByCells = Pass::BIAS && kPacked && HELD == 1 && Pass::BIAS_INNER == 1 && !Pass::STAGED;
-  // Where results go through shared memory, they wait there, as floats, while products are made.
-  static constexpr bool kBiasesStaged = Pass::BIAS && Pass::STAGED && Pass::TURNS == 0 && Pass::OUTER == 1;
-  DEVICE void stage_biases(const Tile& tile) const {
-    constexpr int kEach = ceil_div(N, 32);
-    const int lane = threadIdx.x % 32;
-    float bias[kEach];
-    UNROLL for (int i = 0; i < kEach; ++i) bias[i] = bias_at(tile, 0, tile.q + i * 32 + lane, tile.fast);
-    __syncwarp();
-    UNROLL for (int i = 0; i < kEach; ++i)
-      if (N % 32 == 0 || i * 32 + lane < N) store_shared(results() + (i * 32 + lane) * 4, __float_as_uint(bias[i]));
-    __syncwarp();
-  }
-  DEVICE void add_staged_biases(float (&sum)[N / 2]) const {
-    UNROLL for (int n = 0; n < N / 8; ++n) {
-      u32 bias[2];
-      load_u32x2(results() + n * 32 + threadIdx.x % 4 * 8, bias);
-      UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += __uint_as_float(bias[i % 2]);
+  // A bias is loaded before a group's products are made, which hide that, and added behind them. All rows have the same one
+  // (kAlike): a thread of 32 bits has two columns, and of 16 bits each lane has some pairs of columns, for all of its warp.
+  static constexpr bool kAlike = Pass::OUTER == 1;
+  static constexpr int kBiases = kPacked ? ceil_div(N, 64) : 1;
+  using Biases = u32[kBiases][2][1];
+  DEVICE void load_biases([[maybe_unused]] Biases& bias, const Tile& tile, int group) const {
+    if constexpr (Pass::BIAS && kAlike) {
+      constexpr int kInner = Pass::BIAS_INNER;
+      const int fast = tile.fast + group;
+      UNROLL for (int i = 0; i < kBiases; ++i)
+        UNROLL for (int k = 0; k < 2; ++k) {
+          const int j = tile.q + (kPacked ? (i * 32 + threadIdx.x % 32) * 2 + k : column_of(row() + k * 8));
+          const int at = kInner > 1 ? (fast / kInner * Q + j) * kInner + fast % kInner : int(feature(tile, j, fast));
+          load_global<kSize>(static_cast<const Element*>(params.bias) + at, bias[i][k], j < Q && fast < FAST);
+        }
     }
   }
+  DEVICE void add_biases(float (&sum)[N / 2], const Biases& bias) const {
+    if constexpr (kPacked) {
+      u32 pairs[kBiases];
+      UNROLL for (int i = 0; i < kBiases; ++i) pairs[i] = bias[i][0][0] | bias[i][1][0] << 16;
+      UNROLL for (int n = 0; n < N / 8; ++n) {
+        const u32 two = __shfl_sync(0xffffffff, pairs[n / 8], column_of(across(n * 4)) / 2 % 32);
+        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += widen(Element{u16(i % 2 ? two >> 16 : two)});
+      }
+    } else {
+      UNROLL for (int i = 0; i < N / 2; ++i) sum[i] += __uint_as_float(bias[0][i % 4 / 2][0]);
+    }
+  }
+  // Each row has another one: what a thread has of it lies side by side, as results do.
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
-    constexpr int kHalves = Pass::OUTER > 1 ? 2 : 1;  // that differ
+    static_assert(HELD == 1 && Pass::BIAS_INNER == 1);
+    constexpr int kBytes = Pass::STAGED ? Pass::EDGE : Pass::STORE, kCell = kBytes / kSize;  // of one access
+    const u32 first = u32(tile.first % Pass::OUTER);
     UNROLL for (int m = 0; m < kRuns; ++m) {
-      UNROLL for (int e = 0; e < RUN; e += kCell) {
-        const int c = first_column(tile, m) + e;
-        u32 words[kHalves][kWords];
-        UNROLL for (int half = 0; half < kHalves; ++half)
-          load_global<Pass::STORE>(biases(row_of(tile, m, half)) + feature(tile, c, tile.fast), words[half],
-                                   Q % kColumns == 0 || c < Q);
-        UNROLL for (int i = 0; i < kWords; ++i) {
-          UNROLL for (int half = 0; half < 2; ++half) {
-            const u32 pair = words[half % kHalves][i];
-            const int at = (m * RUN + e) * 2 + i * 4 + half * 2;
-            sum[at] += widen(Element{u16(pair)}), sum[at + 1] += widen(Element{u16(pair >> 16)});
+      UNROLL for (int half = 0; half < 2; ++half) {
+        const Element* bias = static_cast<const Element*>(params.bias) + (first + row_in_tile(m, half) * EVERY) % Pass::OUTER * Q;
+        UNROLL for (int e = 0; e < RUN; e += kCell) {
+          const int c = first_column(tile, m) + e;
+          u32 words[ceil_div(kBytes, 4)];
+          load_global<kBytes>(bias + feature(tile, c, tile.fast), words, Q % kColumns == 0 || c < Q);
+          UNROLL for (int i = 0; i < kCell; ++i) {
+            if constexpr (kPacked)
+              sum[(m * RUN + e + i) / 2 * 4 + half * 2 + (e + i) % 2] += widen(Element{u16(words[i / 2] >> i % 2 * 16)});
+            else
+              sum[m * 4 + (e + i) * 2 + half] += __uint_as_float(words[i]);
           }
         }
       }
@@ -424,9 +428,8 @@ template <class Pass> struct Wide {
   static DEVICE int across(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 
   // The rows of y that a thread has in run m, and the first column.
-  DEVICE i64 row_of(const Tile& tile, int m, int half) const {
-    return row_at(tile, kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8);
-  }
+  static DEVICE int row_in_tile(int m, int half) { return kTurned ? m * 8 + threadIdx.x % 4 * 2 + half : row() + half * 8; }
+  DEVICE i64 row_of(const Tile& tile, int m, int half) const { return row_at(tile, row_in_tile(m, half)); }
   DEVICE int first_column(const Tile& tile, int m) const {
     return tile.q + (kTurned ? column_of(row()) : (m * 4 + int(threadIdx.x % 4)) * RUN);
   }
@@ -440,16 +443,14 @@ template <class Pass> struct Wide {
       return __uint_as_float(held[i]);
   }
   // Sums with bias and activation, rounded: two columns in a word, or one.
-  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group) const {
+  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, [[maybe_unused]] const Biases& bias) const {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
-    if constexpr (kBiasesByCells) add_biases(sum, tile);
-    if constexpr (kBiasesStaged) add_staged_biases(sum);
+    if constexpr (Pass::BIAS && kAlike)
+      add_biases(sum, bias);
+    else if constexpr (Pass::BIAS)
+      add_biases(sum, tile);
     UNROLL for (int i = 0; i < N / 2; ++i) {
-      if constexpr (Pass::BIAS && !kBiasesByCells && !kBiasesStaged) {
-        const int column = column_of(kTurned ? down(i) : across(i));
-        sum[i] += bias_at(tile, row_of(tile, i / 4, kTurned ? i % 2 : i % 4 / 2), tile.q + column, tile.fast + group);
-      }
       if constexpr (Pass::BESIDE >= 0)
         sum[i] = activation.of(sum[i], beside(held, i));
       else
@@ -911,11 +912,13 @@ template <class Pass> struct Wide {
       ROLL for (int h = 0; h < held; ++h) {
         float sum[N / 2];
         u32 made[N / 4];
+        Biases bias;
+        load_biases(bias, tile, first + h);
         if constexpr (kShifted)
           add_up_shifted(sum, tile, weight_of(tile, tile.fast + first + h), at);
         else
           add_up(sum, at);
-        finish(sum, made, tile, first + h);
+        finish(sum, made, tile, bias);
         runs.put(made, begin_of(tile, row_of(tile, 0, 0)) + first * B, h);
       }
       const i64 begin = begin_of(tile, row_at(tile, first_row)) + first * B;
@@ -943,9 +946,10 @@ template <class Pass> struct Wide {
         load_rows(held, tile);
       else if constexpr (Pass::BESIDE >= 0)
         load_beside(held, tile);
-      if constexpr (kBiasesStaged) stage_biases(tile);
       UNROLL for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
+        Biases bias;
+        load_biases(bias, tile, h);
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
@@ -956,7 +960,7 @@ template <class Pass> struct Wide {
         }
         if constexpr (Pass::BESIDE >= 0 && Pass::PAIRED)
           if (h == 0) share_beside(held);
-        finish(sum, held[h], tile, h);
+        finish(sum, held[h], tile, bias);
       }
       if constexpr (Pass::CLUSTER)
         exchange(held, tile, int((n - first_tile()) / blocks() & 1));
