@@ -375,8 +375,7 @@ def warps_that_fit(work: Work, stages: Stages) -> int:
     last = last_of(stages)
     if not last.mt:  # a thread has the weights of all terms
         registers += (work.rank - 1) * last.p * last.q * (2 if work.dtype == "float64" else 1)
-    if work.bias or work.activation != "identity":
-        registers += 16
+    registers += 16 if work.activation != "identity" else 4 * work.bias
     return min(32, 4 * (512 // round_up(registers, 8)))
 
 

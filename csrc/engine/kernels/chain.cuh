@@ -259,6 +259,12 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       const int o = j / kOfRow, i = j % kOfRow * kWide;
       const u32 from = state + (o * S::In::ROW + i) * kSize;
       Real y[S::Q][kWide] = {};
+      [[maybe_unused]] Real bias[S::Q][kWide];
+      if constexpr (LAST && Pass::BIAS) {
+        const RowOfBias row(params, of_sample, o * S::Q * S::I);
+        UNROLL for (int q = 0; q < S::Q; ++q)
+          UNROLL for (int k = 0; k < kWide; ++k) bias[q][k] = row.at(q * S::I, i + k, true);
+      }
       UNROLL for (int t = 0; t < TERMS; ++t)
         UNROLL for (int p = 0; p < S::P; ++p) {
           const u32 at = from + t * APART + p * kFrom * kSize;
@@ -273,12 +279,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
             UNROLL for (int k = 0; k < kWide; ++k) y[q][k] += w[t][q][p] * x[k];
         }
       const u32 place = to + (Out::at(o * S::Q * S::I) + Out::at(i)) * kSize;
-      const Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int q = 0; q < S::Q; ++q) {
         Real grad[2] = {};
         if constexpr (LAST) two_beside<kWide == 2>(place + q * S::TO * kSize, 1, false, grad);
-        UNROLL for (int k = 0; k < kWide; ++k)
-          y[q][k] = LAST ? finish.of(*this, y[q][k], q * S::I, i + k, true, grad[k]) : Math::rounded(y[q][k]);
+        UNROLL for (int k = 0; k < kWide; ++k) {
+          if constexpr (LAST && Pass::BIAS) y[q][k] += bias[q][k];
+          y[q][k] = LAST ? finished(y[q][k], grad[k]) : Math::rounded(y[q][k]);
+        }
         if constexpr (kWide == 2)
           store_shared(place + q * S::TO * kSize, Pair<Element>(y[q][0], y[q][1]));
         else
@@ -287,27 +294,79 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     }
   }
 
-  // Bias and activation of sums behind the last stage, in a row that begins with element e of a tile whose first unit is `of_sample`
-  // of a sample's. Of features that a unit has not, a last chunk's or a second neighbour's, there is no bias.
-  template <bool LAST> struct Finish {
+  // Activation of a sum behind the last stage, with its bias.
+  DEVICE Sum<Element> finished(Sum<Element> sum, [[maybe_unused]] Sum<Element> grad = 0) const {
+    if constexpr (Pass::BESIDE >= 0)
+      return Pass::Gradient::of(sum, grad);
+    else
+      return activation.of(sum);
+  }
+  // The bias of a row that begins with element e of a tile whose first unit is `of_sample` of a sample's. Of features that a unit has
+  // not, a last chunk's or a second neighbour's, there is none.
+  struct RowOfBias {
     using R = typename Pass::Output;
-    const Element* bias = nullptr;
+    const Element* bias;
     int left = 0;  // columns of its chunk
-    DEVICE Finish(const Params& params, int of_sample, int e) {
-      if constexpr (LAST && Pass::BIAS) {
-        bias = static_cast<const Element*>(params.bias) + i64(blockIdx.y) * Pass::SPLIT_STEP + R::feature(of_sample, e);
-        if constexpr (R::WIDTH > 0) left = R::WIDTH - (of_sample + e / R::kSize) % R::CHUNKS * R::C;
-      }
+    DEVICE RowOfBias(const Params& params, int of_sample, int e)
+        : bias(static_cast<const Element*>(params.bias) + i64(blockIdx.y) * Pass::SPLIT_STEP + R::feature(of_sample, e)) {
+      if constexpr (R::WIDTH > 0) left = R::WIDTH - (of_sample + e / R::kSize) % R::CHUNKS * R::C;
     }
-    DEVICE Sum<Element> of(const Chain& chain, Sum<Element> sum, int r, int c, bool there, Sum<Element> grad = 0) const {
-      if constexpr (LAST && Pass::BIAS)
-        if (there && (R::WIDTH == 0 || c % R::C < left)) sum += widen(bias[R::at(r) + R::at(c)]);
-      if constexpr (LAST && Pass::BESIDE >= 0)
-        return Pass::Gradient::of(sum, grad);
-      else
-        return chain.activation.of(sum);
+    // Whether EACH elements lie side by side wherever one begins whose place in a row of WIDTH they divide
+    template <int WIDTH, int EACH> static constexpr bool has_whole() {
+      constexpr auto divided = [](i64 x) { return x % EACH == 0; };
+      return divided(WIDTH) && divided(R::C) && divided(R::WIDTH) && divided(R::STEP) && divided(R::SLICE) && divided(Pass::SPLIT_STEP);
+    }
+    template <int EACH> DEVICE void load(u32 (&words)[ceil_div(EACH * kSize, 4)], int r, int c, bool there) const {
+      load_global<EACH * kSize>(bias + (R::at(r) + R::at(c)), words, there && (R::WIDTH == 0 || c % R::C < left));
+    }
+    DEVICE Sum<Element> at(int r, int c, bool there) const {
+      u32 words[ceil_div(kSize, 4)];
+      load<1>(words, r, c, there);
+      return number_of<Element>(words, 0);
     }
   };
+  // Neighbouring tiles of 8 columns that lanes store together, straight to memory, lane t of as many the t-th one's part: 16 bytes
+  // of a lane, where rows have so many tiles, so that four lanes store 64 bytes side by side. L2 takes as long for 32.
+  template <class S> static constexpr int together() {
+    int tiles = kSize < 8 ? 8 / kSize : 1;
+    while (tiles > 1 && (S::NT % tiles || (S::BY_ROWS ? S::Q : S::I) % (8 * tiles))) tiles /= 2;
+    return tiles;
+  }
+  // Adds the bias to a warp tile's sums. Loads are on their way together. Where rows allow it, lanes load what they would store
+  // straight to memory, and exchange that: two numbers of each of eight rows would be a line for 16 bytes.
+  template <class S> DEVICE void add_bias(Sums<S>& y, int tile, i64 unit) const {
+    constexpr int kWidth = S::BY_ROWS ? S::Q : S::I, kDown = 2 * S::MT;
+    constexpr int kTiles = RowOfBias::template has_whole<kWidth, 2 * together<S>()>() ? together<S>() : 1;
+    constexpr int kEach = RowOfBias::template has_whole<kWidth, 2>() ? 2 * kTiles : 1, kParts = 2 * kTiles / kEach;
+    constexpr int kWords = ceil_div(kEach * kSize, 4), kLoads = kDown * S::NT / kTiles, kSome = 16 / (kWords * kParts);
+    const auto [first_row, o, first_column] = corner<S>(tile);
+    const int row = first_row + lane.g, column = first_column + lane.t * 2, of_sample = Pass::Output::of_sample(unit);
+    UNROLL for (int from = 0; from < kLoads; from += kSome) {
+      u32 words[kSome][kParts][kWords];
+      UNROLL for (int j = 0; j < kSome && from + j < kLoads; ++j) {
+        const int h = (from + j) % kDown, n = (from + j) / kDown * kTiles;
+        const int down = !S::BY_ROWS && S::DOWN > 1 ? n * 8 / S::IP : 0;
+        const bool has_o = S::BY_ROWS || S::ROWS % S::DOWN == 0 || o + down < S::ROWS;
+        const bool has_row = has_o && (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M);
+        const RowOfBias bias(params, of_sample, S::BY_ROWS ? (row + h * 8) * S::Q : (o + down) * S::Q * S::I);
+        UNROLL for (int i = 0; i < kParts; ++i) {
+          const int c = column + lane.t % kTiles * 6 + n * 8 - down * S::IP + i;
+          bias.template load<kEach>(words[j][i], S::BY_ROWS ? 0 : (row + h * 8) * S::I, c, has_row && c < kWidth);
+        }
+      }
+      UNROLL for (int j = 0; j < kSome && from + j < kLoads; ++j) {
+        const int h = (from + j) % kDown, n = (from + j) / kDown * kTiles;
+        if constexpr (kTiles > 1) exchange_words<kTiles, kWords / kTiles>(words[j][0]);
+        UNROLL for (int i = 0; i < 2 * kTiles; ++i)
+          y[h / 2][n + i / 2][h % 2 * 2 + i % 2] += number_of<Element>(words[j][i / kEach], i % kEach);
+      }
+    }
+  }
+  // Scaled back, unless what is summed of several terms has been, and with the bias, if they are the LAST stage's
+  template <class S, bool LAST> DEVICE void end_sums(Sums<S>& y, int tile, i64 unit, int term) const {
+    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale_back<S>(y, term);
+    if constexpr (LAST && Pass::BIAS) add_bias<S>(y, tile, unit);
+  }
   // What is beside two sums, where they will be: TOGETHER, or `further` elements apart, if the second one is there
   template <bool TOGETHER> DEVICE static void two_beside(u32 place, int further, bool second_there, Sum<Element> (&grad)[2]) {
     if constexpr (Pass::BESIDE >= 0) {
@@ -354,18 +413,15 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     auto [row, o, i] = corner<S>(tile);
     if constexpr (!S::SPLITS) stay_here(row, o);
     row += lane.g, i += lane.t * 2;
-    constexpr bool kScaled = S::SCALE >= 0 && Pass::RANK == 1;  // what is summed of several terms is scaled back by then
-    [[maybe_unused]] float scale = 1;
-    if constexpr (kScaled) scale = Base::template kept_scale<S>(term);
+    end_sums<S, LAST>(y, tile, unit, term);
     // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
     // that comes out, and they are the r-th and c-th of it.
-    const auto put = [&](int m, int n, int h, u32 place, int further, const Finish<LAST>& finish, int r, int c, bool second_there) {
+    const auto put = [&](int m, int n, int h, u32 place, int further, bool second_there) {
       auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
-      if constexpr (kScaled) first *= scale, second *= scale;
       if constexpr (LAST) {
         Sum<Element> grad[2] = {};
         two_beside<S::PAIRS>(place, further, second_there, grad);
-        first = finish.of(*this, first, r, c, true, grad[0]), second = finish.of(*this, second, r, c + 1, second_there, grad[1]);
+        first = finished(first, grad[0]), second = finished(second, grad[1]);
       } else {
         first = Math::rounded(first), second = Math::rounded(second);
       }
@@ -376,7 +432,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         if (second_there) store_shared(place + further * kSize, narrow<Element>(second));
       }
     };
-    const int of_sample = LAST && Pass::BIAS ? Pass::Output::of_sample(unit) : 0;
     if constexpr (LAST) to += piece_of(term, unit);
     if constexpr (S::BY_ROWS) {
       const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
@@ -384,12 +439,11 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         const int r = row + h * 8;
         if ((S::M % (S::MT * 16) && r >= S::M) || !S::has(part, lane.g + h * 8)) continue;
         const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * S::TO) * kSize;
-        const Finish<LAST> finish(params, of_sample, r * S::Q);
         UNROLL for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
             put(h / 2, n, h % 2, S::EVENLY ? mine + n * 8 * S::TO * kSize : to + Out::at(r * S::Q + c) * kSize,
-                S::EVENLY ? S::TO : Out::at(r * S::Q + c + 1) - Out::at(r * S::Q + c), finish, 0, c, S::Q % 2 == 0 || c + 1 < S::Q);
+                S::EVENLY ? S::TO : Out::at(r * S::Q + c + 1) - Out::at(r * S::Q + c), S::Q % 2 == 0 || c + 1 < S::Q);
         }
       }
     } else {
@@ -400,13 +454,11 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
       const auto of_q = [](int o, int q) { return Out::at((o * S::Q + q) * S::I); };
-      Finish<LAST> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int n = 0; n < S::NT; ++n) {
         const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = i + behind;
         if (n > 0 && S::DOWN > 1 && behind == 0) {
           if constexpr (!S::SPLITS) of_row.template advance<S::Q * S::I>();
           if constexpr (!kTogether) of_column = Place<Out>(i);
-          finish = Finish<LAST>(params, of_sample, (o + down) * S::Q * S::I);
         }
         const int of_o = S::SPLITS ? first + Out::at(down * S::Q * S::I) : of_row.place;
         const int mine_c = c + ((n ^ turn) - n) * 8;  // of the tile that this lane stores
@@ -425,31 +477,19 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         UNROLL for (int h = 0; h < 2 * S::MT; ++h)
           if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
             put(h / 2, n, h % 2, mine + (S::EVENLY ? h * 8 * S::TO : of_q(o + down, row + h * 8) - of_o - row * S::TO) * kSize,
-                further, finish, (row + h * 8) * S::I, c, S::I % 2 == 0 || c + 1 < S::I);
+                further, S::I % 2 == 0 || c + 1 < S::I);
       }
     }
   }
-  // Neighbouring tiles of 8 columns that lanes store together, straight to memory, lane t of as many the t-th one's part: 16 bytes
-  // of a lane, where rows have so many tiles, so that four lanes store 64 bytes side by side. L2 takes as long for 32.
-  template <class S> static constexpr int together() {
-    int tiles = kSize < 8 ? 8 / kSize : 1;
-    while (tiles > 1 && (S::NT % tiles || (S::BY_ROWS ? S::Q : S::I) % (8 * tiles))) tiles /= 2;
-    return tiles;
-  }
   // Columns from a lane's sums to what it stores
   template <class S> DEVICE int exchanged() const { return lane.t % together<S>() * 6; }
-  // Two sums of a lane, c-th and next of a row whose r-th element is the first of their own, of tile n and of those that are stored
-  // together with it: `to` is where the first of what a lane stores lies. All lanes have to be here.
-  template <class S>
-  DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, const Finish<true>& finish, int r, int c, bool summed,
-                         bool stored, float scale) const {
+  // Two sums of a lane of tile n, and those that are stored together with them: `to` is where the first of what a lane stores lies.
+  // All lanes have to be here.
+  template <class S> DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, bool stored) const {
     constexpr int kTiles = together<S>(), kEach = 2 * kSize / 4;
     u32 words[kTiles * kEach];
     UNROLL for (int k = 0; k < kTiles; ++k) {
-      auto one = y[h / 2][n + k][h % 2 * 2], two = y[h / 2][n + k][h % 2 * 2 + 1];
-      if constexpr (S::SCALE >= 0 && Pass::RANK == 1) one *= scale, two *= scale;
-      const int column = c + k * 8;
-      const Pair<Element> both(finish.of(*this, one, r, column, summed), finish.of(*this, two, r, column + 1, summed));
+      const Pair<Element> both(finished(y[h / 2][n + k][h % 2 * 2]), finished(y[h / 2][n + k][h % 2 * 2 + 1]));
       UNROLL for (int i = 0; i < kEach; ++i) words[k * kEach + i] = reinterpret_cast<const u32*>(&both)[i];
     }
     exchange_words<kTiles, kEach>(words);
@@ -457,25 +497,23 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   }
 
   // The same as write() of the last stage, straight to memory.
-  template <class S> DEVICE void write_straight(const Sums<S>& y, int tile, i64 first, int term) const {
+  template <class S> DEVICE void write_straight(Sums<S>& y, int tile, i64 first, int term) const {
     using R = typename Pass::Output;
     constexpr int kRows = S::ROWS / Pass::UNITS;  // of a unit
     constexpr int kTiles = together<S>();
     static_assert(2 * kTiles * kSize >= 8 && (S::BY_ROWS ? S::Q : S::I) * kSize % 32 == 0);  // a quad stores whole sectors
     const auto [row, o, i] = corner<S>(tile);
     const int mine = row + lane.g, column = i + lane.t * 2;
-    const int of_sample = Pass::BIAS ? R::of_sample(first) : 0, present = Base::present(first);
-    [[maybe_unused]] float scale = 1;
-    if constexpr (S::SCALE >= 0 && Pass::RANK == 1) scale = Base::template kept_scale<S>(term);
+    const int present = Base::present(first);
+    end_sums<S, true>(y, tile, first, term);
     Element* const begin = result(term) + R::from(first);
     if constexpr (S::BY_ROWS) {
       Element* const to = begin + i64(mine) * S::Q + column + exchanged<S>();
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
-        const Finish<true> finish(params, of_sample, (mine + h * 8) * S::Q);
         UNROLL for (int n = 0; n < S::NT; n += kTiles) {
           const int c = column + n * 8;
           const bool stored = mine + h * 8 < present * kRows && (S::Q % S::WIDE == 0 || c < S::Q);
-          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, finish, 0, c, stored, stored, scale);
+          store_sums<S>(y, n, h, to + h * 8 * S::Q + n * 8, stored);
         }
       }
     } else {
@@ -484,7 +522,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       Element* to = nullptr;
       bool there = false;
       int left = 0;
-      Finish<true> finish(params, of_sample, o * S::Q * S::I);
       UNROLL for (int n = 0; n < S::NT; n += kTiles) {
         const int down = S::DOWN > 1 ? n * 8 / S::IP : 0, behind = n * 8 - down * S::IP, c = column + behind;
         if (n == 0 || (S::DOWN > 1 && behind == 0)) {
@@ -492,15 +529,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           there = unit < present && (S::ROWS % S::DOWN == 0 || o + down < S::ROWS);
           to = begin + here / R::CHUNKS * R::SLICE + of_chunk + R::at((o + down - unit * kRows) * S::Q * S::I) + mine * step;
           if constexpr (R::WIDTH > 0) left = R::WIDTH - of_chunk;
-          if (n > 0) finish = Finish<true>(params, of_sample, (o + down) * S::Q * S::I);
         }
         const int other = c + exchanged<S>();
         const bool in_row = there && (S::I == S::ACROSS * S::WIDE / S::DOWN || c < S::I);
         const bool in_chunk = R::WIDTH == 0 || other % R::C < left;
         Element* const at = to + R::at(other);
         UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
-          const bool summed = in_row && (S::M % (S::MT * 16) == 0 || mine + h * 8 < S::M);
-          store_sums<S>(y, n, h, at + h * 8 * step, finish, (mine + h * 8) * S::I, c, summed, summed && in_chunk, scale);
+          store_sums<S>(y, n, h, at + h * 8 * step, in_row && in_chunk && (S::M % (S::MT * 16) == 0 || mine + h * 8 < S::M));
         }
       }
     }

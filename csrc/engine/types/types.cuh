@@ -80,6 +80,16 @@ template <> DEVICE f16 narrow<f16>(float x) { return {u16(Pair<f16>(x, 0.f).bits
 template <> DEVICE float narrow<float>(float x) { return x; }
 template <> DEVICE double narrow<double>(double x) { return x; }
 
+// The i-th of the numbers that words have side by side
+template <class Element> DEVICE Sum<Element> number_of(const u32* words, int i) {
+  if constexpr (sizeof(Element) == 8)
+    return double_of(words[2 * i], words[2 * i + 1]);
+  else if constexpr (sizeof(Element) == 4)
+    return __uint_as_float(words[i]);
+  else
+    return widen(Element{u16(words[i / 2] >> i % 2 * 16)});
+}
+
 // Powers of two that bring the largest of the numbers of each weight to [1, 2), multiplied, by each warp together. Products of
 // half-precision weights would underflow without. What is loaded is on its way before lanes exchange anything.
 DEVICE float normals() { return 1; }

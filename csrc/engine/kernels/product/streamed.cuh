@@ -392,23 +392,39 @@ template <class Pass> struct Streamed {
   }
   DEVICE Sum<Element> bias_at(int r, int c, int g) const {
     i64 at;
+    bool there;
     if constexpr (kByRows) {
-      if (first + r >= rows() || weight_row(c) < 0 || !has(g)) return 0;
+      there = first + r < rows() && weight_row(c) >= 0 && has(g);
       if constexpr (Pass::BIAS_INNER > 1)
         at = (i64(g) / Pass::BIAS_INNER * Q + q + c) * Pass::BIAS_INNER + g % Pass::BIAS_INNER;
       else
         at = (first + r) % Pass::OUTER * Q + feature(q + c, g);
     } else {
-      if (first + c >= right_edge() || q + r >= Q) return 0;
+      there = first + c < right_edge() && q + r < Q;
       at = ((first_row + (inner + c) / Pass::INNER) % Pass::OUTER * Q + q + r) * Pass::INNER + (inner + c) % Pass::INNER;
     }
-    return widen(static_cast<const Element*>(params.bias)[at]);
+    u32 words[ceil_div(kSize, 4)];
+    load_global<kSize>(static_cast<const Element*>(params.bias) + at, words, there);
+    return number_of<Element>(words, 0);
+  }
+  // All of it is on its way at once. By rows, where samples have one row each, their bias is the same.
+  DEVICE void add_bias(Sums& y, int g) const {
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 2; ++i) {
+        const int c = column + n * 8 + lane.t * 2 + i;
+        Sum<Element> bias;
+        UNROLL for (int h = 0; h < MT * 2; ++h) {
+          if (h == 0 || !kByRows || Pass::OUTER > 1) bias = bias_at(row + h * 8 + lane.g, c, g);
+          y[h / 2][n][h % 2 * 2 + i] += bias;
+        }
+      }
   }
 
   // A group's sums, with bias and activation, to the result in shared memory.
   DEVICE void put(Sums& y, int step) const {
     const int g = step * WG + part;
     if constexpr (Math::kRepairs) repair(y, fast + g);
+    if constexpr (Pass::BIAS) add_bias(y, fast + g);
     UNROLL for (int n = 0; n < NT; ++n) {
       const int c = column + n * 8 + lane.t * 2;
       if (kByRows && TJ < BN && c >= TJ) continue;
@@ -418,10 +434,8 @@ template <class Pass> struct Streamed {
       };
       const u32 to0 = place(c), to1 = kPairs ? 0 : place(c + 1);
       UNROLL for (int h = 0; h < MT * 2; ++h) {
-        const int r = row + h * 8 + lane.g;
         UNROLL for (int i = 0; i < 2; ++i) {
           Sum<Element>& sum = y[h / 2][n][h % 2 * 2 + i];
-          if constexpr (Pass::BIAS) sum += bias_at(r, c + i, fast + g);
           sum = activation.of(sum);
           if constexpr (Pass::ROUND_Y) sum = Math::rounded(sum);
         }

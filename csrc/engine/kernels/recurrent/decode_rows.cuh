@@ -13,13 +13,7 @@ template <class Element, int LOAD> struct RowPiece {
     UNROLL for (int i = 0; i < 16 / LOAD; ++i) load_global<LOAD>(from + i * kEach, of[i], i * kEach < left);
   }
   DEVICE Sum<Element> number(int i) const {
-    const u32* all = &of[0][0];
-    if constexpr (kSize == 8)
-      return double_of(all[i * 2], all[i * 2 + 1]);
-    else if constexpr (kSize == 4)
-      return __uint_as_float(all[i]);
-    else
-      return widen(Element{u16(LOAD < 4 ? all[i] : all[i / 2] >> i % 2 * 16)});
+    return LOAD < 4 ? number_of<Element>(of[i], 0) : number_of<Element>(&of[0][0], i);
   }
 };
 

@@ -47,14 +47,7 @@ template <class Element> struct alignas(2 * sizeof(Element)) Numbers {
     else
       load_u32x4(from, words);
   }
-  DEVICE Sum<Element> of(int i) const {
-    if constexpr (kSize == 8)
-      return double_of(words[2 * i], words[2 * i + 1]);
-    else if constexpr (kSize == 4)
-      return __uint_as_float(words[i]);
-    else
-      return widen(Element{u16(words[0] >> i * 16)});
-  }
+  DEVICE Sum<Element> of(int i) const { return number_of<Element>(words, i); }
 };
 
 template <class Pass> struct Sides : RecurrentWalk<Pass> {
