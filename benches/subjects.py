@@ -1,8 +1,8 @@
 """Who is timed: v1, v2, v3, the dense layer, v2 under torch.compile, and pyfastkron, all on the same tensors.
 
 `build` returns a Call for a name and a set of tensors, or raises UnavailableError with the reason, which
-the tables show; the sweep has it build `auto`, too. Layers have no bias: the floor counts none. Of a block, dense is
-nn.Linear and the activations one by one, with the block's own weights.
+the tables show; the sweep has it build `auto`, too. The floor counts no bias, which is next to nothing of it. Of a
+block, dense is nn.Linear and the activations one by one, with the block's own weights.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Tensors:
         to: dict[str, Any] = {"dtype": DTYPES[dtype], "device": workload.device}
         x = torch.randn(workload.batch, inputs, **to).requires_grad_()
         grad_y = torch.randn(workload.batch, outputs, **to)
-        # Scaled by the summands of each contraction: no dtype overflows.
-        weights: list[Tensor] = [nn.Parameter(torch.randn(s, **to).div_(math.sqrt(s[-1]))) for s in _shapes(workload)]
+        # Scaled by the summands of each contraction: no dtype overflows. A layer's bias is as large as what it is added to.
+        scales = [1 if len(s) == 1 and not isinstance(workload, Block) else s[-1] for s in _shapes(workload)]
+        drawn = [torch.randn(s, **to).div_(math.sqrt(n)) for s, n in zip(_shapes(workload), scales, strict=True)]
+        weights: list[Tensor] = [nn.Parameter(weight) for weight in drawn]
         return cls(x, grad_y, weights)
 
 
@@ -169,4 +171,4 @@ def _dense(workload: Workload, x: Tensor, weights: list[Tensor]) -> tuple[nn.Mod
         raise UnavailableError(f"its weight would take {size / 2**30:.1f} GiB")
     linear = workload.dense().to(x.dtype).to_empty(device=x.device)
     linear.reset_parameters()
-    return linear, [linear.weight]
+    return linear, list(linear.parameters())

@@ -10,6 +10,7 @@ is kept as failed.
                 in a third of the layers multiples of 8, in half of them other sizes out than in; rank 1 to 64
     blocks      1 to 8 dense layers with any named activation between them; widths 1 to 512, log-uniform, in half of
                 the blocks one for all hidden layers
+    bias        in half of the layers, and in all blocks
     samples     1 to 100,000, log-uniform, as far as a bound on the bytes of all tensors and one on the FLOPs allow
 
 Sizes that leave no room for a single sample are drawn again. Factors that would make more than 2^20 features are drawn
@@ -86,7 +87,8 @@ def _workload(source: random.Random, kind: str, dtype: str, name: str, device: s
                 return Block(name, workload.widths, workload.activation, batch, device, (dtype,), "drawn")
             spec = workload.spec
             sizes = spec.in_factors, spec.out_factors
-            return Layer(name, spec.structure, batch, *sizes, device, (dtype,), "drawn", spec.rank)
+            bias = random.Random(f"{name} bias").random() < 1 / 2  # apart: a seed's other draws are what they were
+            return Layer(name, spec.structure, batch, *sizes, device, (dtype,), "drawn", spec.rank, bias)
 
 
 def _layer(source: random.Random, kind: str, name: str, device: str) -> Layer:

@@ -49,7 +49,7 @@ class Activation(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """A structured layer without bias on `batch` samples. tf32 is float32 with PyTorch's TF32 switch on."""
+    """A structured layer on `batch` samples. tf32 is float32 with PyTorch's TF32 switch on."""
 
     name: str
     structure: Structure
@@ -60,6 +60,7 @@ class Layer:
     dtypes: tuple[str, ...]
     source: str
     rank: int = 1
+    bias: bool = False
     jumps: ClassVar = 0
     depth: ClassVar = 1
     functions: ClassVar = (0, 0)  # special ones, forward and backward
@@ -70,13 +71,13 @@ class Layer:
 
     @property
     def shape(self) -> str:
-        """The shape in words: 20x36·28x44, or features, blocks and rank."""
+        """The shape in words: 20x36·28x44, or features, blocks and rank, and whether there is a bias."""
+        spec, bias = self.spec, ", bias" if self.bias else ""
         if self.structure == "kronecker":
             pairs = zip(self.in_factors, self.out_factors, strict=True)
             sizes = "·".join(f"{p}" if p == q else f"{p}x{q}" for p, q in pairs)
-            return f"{sizes}, rank {self.rank}" if self.rank > 1 else sizes
-        spec = self.spec
-        return f"{spec.in_features}>{spec.out_features}, blocks {spec.blocks}, rank {spec.rank}"
+            return (f"{sizes}, rank {self.rank}" if self.rank > 1 else sizes) + bias
+        return f"{spec.in_features}>{spec.out_features}, blocks {spec.blocks}, rank {spec.rank}{bias}"
 
     @property
     def features(self) -> tuple[int, int]:
@@ -100,7 +101,7 @@ class Layer:
         return FactorLinear(
             spec.in_features,
             spec.out_features,
-            bias=False,
+            bias=self.bias,
             structure=spec.structure,
             factors=(spec.in_factors, spec.out_factors),
             rank=spec.rank,
@@ -110,7 +111,7 @@ class Layer:
 
     def dense(self) -> nn.Linear:
         """The nn.Linear in its place."""
-        return nn.Linear(*self.features, bias=False, device="meta")
+        return nn.Linear(*self.features, bias=self.bias, device="meta")
 
 
 @dataclass(frozen=True)
