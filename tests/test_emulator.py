@@ -1959,6 +1959,11 @@ def test_slopes_of_what_is_given(features: int, dtype: str, activation: str, bat
         (63, "float32", 1026, MEDIUM),
         (33, "float64", 601, MEDIUM),
         (6, "float64", 3, SMALL),
+        (4224, "bfloat16", 64, SMALL),
+        (4096, "bfloat16", 333, LARGE),
+        (5120, "float32", 37, LARGE),
+        (8200, "bfloat16", 19, MEDIUM),
+        (17000, "float16", 21, SMALL),
     ],
 )
 def test_sums(features: int, dtype: str, batch: int, planned: int, emulator: Emulator) -> None:

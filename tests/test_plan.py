@@ -44,7 +44,7 @@ from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
-from factorlayer.kernels.product import few, wide_gradient
+from factorlayer.kernels.product import columns, few, wide_gradient
 from factorlayer.kernels.product.few import Few
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.streamed import Streamed
@@ -1204,6 +1204,36 @@ def test_what_is_faster_multiplied_out_is(spec: LayerSpec, dtype: str, backward:
     chain = replace(Chain.of(spec, False, "identity"), backward=backward)
     passes = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
     assert any(isinstance(p, WholeWeight) for p in passes)
+
+
+@pytest.mark.parametrize(
+    ("batch", "features", "dtype"),
+    [
+        (1024, 16384, "bfloat16"),
+        (4096, 3072, "bfloat16"),
+        (25088, 768, "bfloat16"),
+        (16384, 14336, "bfloat16"),
+        (192, 344064, "bfloat16"),
+        (59, 851968, "bfloat16"),
+        (11044, 7160, "float16"),
+        (2600, 15169, "float32"),
+        (9656, 368, "float32"),
+    ],
+)
+def test_sums_alone_keep_memory_busy(batch: int, features: int, dtype: str) -> None:
+    """What memory gives in 0.7 us, of all multiprocessors, is on its way at once, with room."""
+    found = columns.tile(Chain((), sums=features), dtype, batch, Gpu.of(90))
+    assert found is not None
+    blocks = min(found.most, -(-batch // found.units_per_block)) * found.tiles
+    waiting = min(batch / (found.folds * found.ways), found.each)
+    assert min(blocks, 132 * found.blocks) * found.lanes * found.ways * waiting * 16 >= 132 * (40 << 10)
+
+
+def test_sums_of_few_samples_are_waited_for_once() -> None:
+    for features, dtype in ((768, "bfloat16"), (4096, "bfloat16"), (1024, "float32")):
+        found = columns.tile(Chain((), sums=features), dtype, 64, Gpu.of(90))
+        assert found is not None and found.is_whole and not found.finishing
+        assert -(-64 // found.ways) <= found.each
 
 
 def test_a_turn_takes_longer_by_narrow_accesses() -> None:

@@ -13,7 +13,7 @@ from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, InTiles, Reduction
+from factorlayer.kernels.gradient import SUM_BYTES, InTiles, Reduction, most_samples
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
@@ -22,11 +22,15 @@ from factorlayer.maths.chain import Chain
 THREADS = 256  # of a block, about
 MOST_THREADS = 512  # where rows of a tile that is turned would be shorter than a sector
 SECTOR = 32  # bytes
+# Of a block that makes nothing but sums, which are added up in the block before memory gets them, and of such a block
+# where there are more tiles than would have room at once
+SUMMING_TOGETHER, SUMMING_APART = 512, 256
+LANES = (256, 128, 64, 32)  # accesses of a row that a block has then, at most, where blocks are few
 # Threads of a multiprocessor that make sums, that store as well, and that have functions in double: by their registers
 SUMMING, STORING, IN_DOUBLE = 1024, 768, 256
 # Accesses of a thread to a tensor that are on their way at once: of sums alone, and of what stores
 EACH, EACH_STORING = 8, 4
-LEAST_SAMPLES = 64  # that are worth a block
+LEAST_SAMPLES = 64  # that are worth a second kernel, which adds up what blocks have summed
 # Of memory's rate, what is reached by blocks that stay for the whole batch and store: 0.89 to 0.96 on one H100, where
 # single accesses reach 1.01 and sums alone, of rows that 16 bytes divide, 0.97 to 1.02
 STAYING = 0.9
@@ -121,11 +125,23 @@ class Columns(InTiles):
     def lanes(self) -> int:
         if self.chain.turn:
             return self.tile_rows * self.chain.turn[2] // self.run
-        return -(-self._runs // -(-self._runs // THREADS))
+        tiles = [-(-self._runs // most) for most in LANES[: len(LANES) if self._is_single else 1]]
+        return -(-self._runs // next((n for n in tiles if n >= self.gpu.sms), tiles[-1]))
 
     @property
+    def _is_single(self) -> bool:
+        """Whether one block has all samples of a tile as they are so few: the GPU is filled by tiles or not at all."""
+        return self._sums_alone and self.folds == 1 and most_samples(self.batch) <= LEAST_SAMPLES
+
+    @property
+    def _sums_alone(self) -> bool:
+        return self.sums and not self.stores
+
+    @kept
     def ways(self) -> int:
-        return max(1, THREADS // self.lanes)
+        fits = self._sums_alone and self.tiles * SUMMING_TOGETHER <= self.gpu.sms * SUMMING
+        most = (SUMMING_TOGETHER if fits else SUMMING_APART) if self._sums_alone else THREADS
+        return max(1, most // self.lanes)
 
     @property
     def threads(self) -> int:
@@ -141,7 +157,7 @@ class Columns(InTiles):
     @kept
     def shared(self) -> int:
         """Bytes: a tile for each sample of a chunk, then the sums of all threads."""
-        sums = self.sums * self.lanes * self.ways * self.run * SUM_BYTES[self.dtype]
+        sums = (self.sums and self.ways > 1) * self.lanes * self.ways * self.run * SUM_BYTES[self.dtype]
         if not self.chain.turn:
             return sums
         columns = self.chain.turn[2]
@@ -168,8 +184,7 @@ class Columns(InTiles):
         """Units that are worth a block: few samples are one block's."""
         if not (self.sums or self.chain.turn):
             return self.ways * self.each * self.run
-        least = LEAST_SAMPLES if self.sums and self.folds == 1 and not self.stores else 0
-        return max(least, self.folds * self.ways * self.each)
+        return max(LEAST_SAMPLES * self._is_single, self.folds * self.ways * self.each)
 
     @property
     def is_whole(self) -> bool:
@@ -210,7 +225,14 @@ class Columns(InTiles):
         share = STAYING if self.stores and (self.sums or self.chain.turn) else 1.0
         blocks = min(self.most, -(-self.batch * self.units_per_sample // self.units_per_block))
         parts = 2 * blocks * self.part_bytes / (self.most * gpu.l2_bytes * gpu.sms)
-        return 1.7 + max(moved / share, ACCESS_CYCLES * accesses / gpu.rates.cycles) + parts
+        return 1.7 + max(moved / share, ACCESS_CYCLES * accesses / gpu.rates.cycles, self._waiting(blocks)) + parts
+
+    def _waiting(self, blocks: int) -> float:
+        """Microseconds that a thread of nothing but sums waits for its rows, as many at once as are on their way."""
+        if not self._sums_alone:
+            return 0.0
+        rows = self.batch / (self.folds * blocks * self.ways)
+        return math.ceil(rows / self.each) * self.gpu.rates.wait_us
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us

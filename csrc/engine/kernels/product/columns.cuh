@@ -4,8 +4,9 @@
 // Memory is taken as rows of ROW elements: samples, as many together as make a row that 16 bytes divide, or, where there is
 // nothing but slopes, single accesses. Threads have an access of RUN elements of every WAYS-th row, EACH of them on their way
 // at once, of both tensors; a rest that makes no whole row is the first block's. Blocks along x take chunks of WAYS * EACH
-// rows in turn, along y a tile of a row. In the end the ways of a block add theirs up in shared memory, and each block writes
-// sums of its own.
+// rows in turn, along y a tile of a row. Where there is nothing but sums, the ways of all blocks take rows in turn instead, and
+// each row that has come is followed by another one that is asked for. In the end the ways of a block add theirs up in shared
+// memory, and each block writes sums of its own.
 //
 // A tile that is stored turned is TR rows of a matrix, with all columns, of each sample of a chunk. In shared memory its
 // columns lie one behind another, those that a warp stores to together in banks of their own.
@@ -25,7 +26,8 @@ template <class Pass> struct Columns {
   static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize, RUN = Pass::RUN, kWords = ceil_div(RUN * kSize, 4);
   static constexpr int EACH = Pass::EACH, WAYS = Pass::WAYS, LANES = Pass::LANES, kThreads = WAYS * LANES;
   static constexpr i64 kRow = Pass::ROW;
-  static constexpr bool kSlopes = Pass::BESIDE >= 0;
+  static constexpr bool kSlopes = Pass::BESIDE >= 0, kSumsAlone = Pass::SUMS && !Pass::STORES;
+  static constexpr int smaller(int a, int b) { return a < b ? a : b; }
   static_assert(kRow % RUN == 0 && (!Pass::TURNS || kRow == Pass::FEATURES));
   struct __align__(RUN * kSize) Run { Element x[RUN]; };
 
@@ -90,9 +92,47 @@ template <class Pass> struct Columns {
       present = min(Pass::ROWS - row, Pass::TR) * Pass::COLUMNS / RUN;
     }
     const bool has_run = way < WAYS && lane < present;
-    const u32 memory = shared_address(shared_memory);
     const i64 own = begin + lane * RUN;
     Part sum[RUN] = {};
+    if constexpr (kSumsAlone)
+      add(sum, rows, has_run, way, own);
+    else
+      sweep(sum, rows, has_run, lane, way, own, row);
+    if constexpr (Pass::FEATURES % kRow != 0) {
+      const i64 rest = batch * Pass::FEATURES - rows * kRow;
+      if (has_run && blockIdx.x == 0 && way == 0)
+        for (int e = 0; e < RUN; ++e) {
+          if (own + e >= rest) break;
+          const i64 at = rows * kRow + own + e;
+          const Part value = of(x[at], kSlopes ? beside[at] : Element{});
+          if constexpr (Pass::SUMS) sum[e] += value;
+          if constexpr (Pass::STORES) store_global(y + at, narrow<Element>(value));
+        }
+    }
+    if constexpr (Pass::SUMS) write(sum, has_run, present, begin, own);
+  }
+
+  // Every one of a thread's rows: EACH are on their way, whichever is being added
+  DEVICE void add(Part (&sum)[RUN], i64 rows, bool has_run, int way, i64 own) const {
+    const i64 first = i64(blockIdx.x) * WAYS + way, step = i64(gridDim.x) * WAYS;
+    const int count = has_run && first < rows ? int((rows - first + step - 1) / step) : 0;
+    const Element* from = x + first * kRow + own;
+    u32 of_x[EACH][kWords];
+    const auto fetch = [&](int i, int row) {
+      load_global<RUN * kSize>(from, of_x[i], row < count);
+      from += step * kRow;
+    };
+    UNROLL for (int i = 0; i < EACH; ++i) fetch(i, i);
+    ROLL for (int done = 0; done < count; done += EACH)
+      UNROLL for (int i = 0; i < EACH; ++i) {
+        const auto* found = reinterpret_cast<const Element*>(of_x[i]);
+        UNROLL for (int e = 0; e < RUN; ++e) sum[e] += widen(found[e]);
+        fetch(i, done + EACH + i);
+      }
+  }
+
+  DEVICE void sweep(Part (&sum)[RUN], i64 rows, bool has_run, int lane, int way, i64 own, [[maybe_unused]] int row) const {
+    [[maybe_unused]] const u32 memory = shared_address(shared_memory);
     for (i64 first = i64(blockIdx.x) * (WAYS * EACH); first < rows; first += i64(gridDim.x) * (WAYS * EACH)) {
       u32 of_x[EACH][kWords], of_beside[kSlopes ? EACH : 1][kWords];
       UNROLL for (int i = 0; i < EACH; ++i) {
@@ -132,33 +172,34 @@ template <class Pass> struct Columns {
         __syncthreads();
       }
     }
-    if constexpr (Pass::FEATURES % kRow != 0) {
-      const i64 rest = batch * Pass::FEATURES - rows * kRow;
-      if (has_run && blockIdx.x == 0 && way == 0)
-        for (int e = 0; e < RUN; ++e) {
-          if (own + e >= rest) break;
-          const i64 at = rows * kRow + own + e;
-          const Part value = of(x[at], kSlopes ? beside[at] : Element{});
-          if constexpr (Pass::SUMS) sum[e] += value;
-          if constexpr (Pass::STORES) store_global(y + at, narrow<Element>(value));
-        }
-    }
-    if constexpr (Pass::SUMS) write(sum, has_run, lane, way, own);
   }
 
-  DEVICE void write(Part (&sum)[RUN], bool has_run, int lane, int way, i64 own) const {
-    const u32 memory = shared_address(shared_memory);
+  // Ways lie one behind another in shared memory, each as its sums do in what is written: threads side by side write sums that are
+  DEVICE void write(const Part (&sum)[RUN], bool has_run, int present, i64 begin, i64 own) const {
+    auto* to = sums + i64(blockIdx.x) * kRow;
     if constexpr (WAYS > 1) {
-      UNROLL for (int e = 0; e < RUN; ++e)
-        if (way < WAYS) store_shared(memory + (e * kThreads + threadIdx.x) * sizeof(Part), sum[e]);
+      constexpr int kAtOnce = smaller(16, RUN * sizeof(Part)), kTogether = 8;
+      const u32 memory = shared_address(shared_memory);
+      if (threadIdx.x < kThreads)
+        UNROLL for (int i = 0; i < RUN * int(sizeof(Part)) / kAtOnce; ++i)
+          store_words<kAtOnce>(memory + threadIdx.x * (RUN * sizeof(Part)) + i * kAtOnce,
+                               reinterpret_cast<const Words<kAtOnce>*>(sum)[i]);
       __syncthreads();
-    }
-    if (!has_run || way > 0) return;
-    auto* to = sums + i64(blockIdx.x) * kRow + own;
-    UNROLL for (int e = 0; e < RUN; ++e) {
-      for (int other = 1; other < WAYS; ++other)
-        sum[e] += load_sum(memory + (e * kThreads + other * LANES + lane) * sizeof(Part), sum[e]);
-      store_global(to + e, narrow<typename Pass::Result>(sum[e]));
+      for (int at = threadIdx.x; at < present * RUN && threadIdx.x < kThreads; at += kThreads) {
+        Part all = {};
+        ROLL for (int way = 0; way < WAYS; way += kTogether)
+          UNROLL for (int i = 0; i < kTogether; ++i)
+            if (way + i < WAYS) all += load_sum(memory + ((way + i) * (LANES * RUN) + at) * sizeof(Part), all);
+        store_global(to + begin + at, narrow<typename Pass::Result>(all));
+      }
+    } else if (has_run) {
+      constexpr int kTogether = smaller(RUN, 16 / sizeof(typename Pass::Result));
+      struct __align__(kTogether * sizeof(typename Pass::Result)) Some { typename Pass::Result x[kTogether]; };
+      UNROLL for (int i = 0; i < RUN / kTogether; ++i) {
+        Some some;
+        UNROLL for (int e = 0; e < kTogether; ++e) some.x[e] = narrow<typename Pass::Result>(sum[i * kTogether + e]);
+        store_global(reinterpret_cast<Some*>(to + own) + i, some);
+      }
     }
   }
 };
