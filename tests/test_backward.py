@@ -661,6 +661,7 @@ def test_what_goes_back_to_contractions_is_what_takes_less(us_of_product: float)
     """The product with the slope and then sums, or the product and then slopes with sums."""
     text, sums, slope = "tied 0 1 4 12 1; bias; gelu", "sums 12; turn 1 4 3", "gelu; slope 12; sums 12; turn 1 4 3"
     times = {f"{text}; slope 12": us_of_product, sums: 2.0, "tied 0 1 4 12 1; bias": 1.0, slope: 4.0}
+    times |= {"sums 12": 1.5, "gelu; slope 12; sums 12": 3.5, "turn 1 4 3": 1.0}
     found = behind_texts(text, True, (1, 4, 3), anything, times.__getitem__)
     assert found == ((f"{text}; slope 12", sums) if us_of_product < 3 else ("tied 0 1 4 12 1; bias", slope))
     apart = behind_texts(text, True, (1, 4, 3), nothing, None)
@@ -669,6 +670,14 @@ def test_what_goes_back_to_contractions_is_what_takes_less(us_of_product: float)
     assert behind_texts(plain, True, None, nothing, None) == ("sums 12",)
     assert behind_texts(plain, False, (1, 4, 3), nothing, None) == ("turn 1 4 3",)
     assert not behind_texts(plain, False, None, nothing, None)
+
+
+@pytest.mark.parametrize("us_at_once", [2.0, 4.0])
+def test_sums_and_a_turn_are_one_pass_where_that_takes_less(us_at_once: float) -> None:
+    at_once, *apart = "sums 12; turn 1 4 3", "sums 12", "turn 1 4 3"
+    times = {at_once: us_at_once, **dict.fromkeys(apart, 1.5)}
+    found = behind_texts("tied 0 1 4 12 1; bias", True, (1, 4, 3), anything, times.__getitem__)
+    assert found == ((at_once,) if us_at_once < 3 else tuple(apart))
 
 
 @pytest.mark.parametrize("us_of_sums", [0.5, 2.0])

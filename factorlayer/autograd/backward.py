@@ -498,26 +498,35 @@ def behind_texts(
     what is activated as well or by one behind that, whichever is predicted to take less; then the `sums` of the result,
     and its `turn`."""
     chain = Chain.parse(text)
-    columns = columns_texts(chain, sums, turn, fits)
+    columns = columns_texts(chain, sums, turn, fits, us)
     if chain.activation == "identity":
         return columns
     at_once, before, _ = slope_texts(text, fits)
     if not at_once:
         return before, *columns
-    ways = (at_once, *columns_texts(replace(chain, activation="identity"), sums, turn, fits)), (before, *columns)
+    ways = (at_once, *columns_texts(replace(chain, activation="identity"), sums, turn, fits, us)), (before, *columns)
     return min(ways, key=lambda way: sum(map(us, way))) if us else ways[0]
 
 
-def columns_texts(chain: Chain, sums: bool, turn: Turned | None, fits: Callable[[Chain], bool]) -> tuple[str, ...]:
-    """The texts of behind_texts() once what is activated is there: one pass, if one kernel does all."""
+def columns_texts(
+    chain: Chain,
+    sums: bool,
+    turn: Turned | None,
+    fits: Callable[[Chain], bool],
+    us: Callable[[str], float] | None = None,
+) -> tuple[str, ...]:
+    """The texts of behind_texts() once what is activated is there: one pass, if one kernel does all and a turn by
+    itself is not predicted to take less."""
     features = chain.out_features
     slope = features if chain.activation != "identity" else 0
     if not (slope or sums or turn):
         return ()
     asked = Chain((), activation=chain.activation, slope=slope, sums=features if sums else 0)
     turned = replace(asked, turn=turn, tf32=chain.tf32) if turn else asked
-    if turn and (slope or sums) and not fits(turned):
-        return asked.text, _turning(turn, chain.tf32)
+    if turn and (slope or sums):
+        apart = asked.text, _turning(turn, chain.tf32)
+        if not fits(turned) or (us is not None and sum(map(us, apart)) < us(turned.text)):
+            return apart
     return (turned.text,)
 
 
