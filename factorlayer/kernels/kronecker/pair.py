@@ -19,7 +19,7 @@ MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 EIGHT_BYTES = 128 * 16  # of a bias of 32 bits, of an eight of q0, as a warpgroup's threads have it
-BESIDE_BIAS = 8  # registers that are left free where some eights of 32 bits are in registers, and some are not
+BESIDE_BIAS = 40  # registers that are left free for an activation where a bias takes others
 START_US = 1.4
 RATE = 0.6  # of the matrix unit's, that products of a unit have
 SUMS_RATE = 0.8  # and those of a sum's terms, one behind another: eleven sums of two to eight terms on one H200
@@ -99,10 +99,11 @@ class Pair(OfWork, TwoSizes):
         """Eights whose bias a thread has in registers, where it is the same for all units: of 16 bits all or none."""
         if not self.work.bias or self.mixed != (1, 1) or self.work.outer > 1:
             return 0
-        left = max(0, (self.registers[1] or 255) - self.registers_needed)
+        left = (self.registers[1] or 255) - self.registers_needed
+        left -= BESIDE_BIAS if self.work.activation != "identity" else 8 if self.size == 4 else 0
         if self.size == 2:
             return self.eights if left >= 2 * self.eights else 0
-        return min(self.eights, max(0, left - BESIDE_BIAS) // 4)
+        return min(self.eights, max(0, left) // 4)
 
     @kept
     def bias_shared(self) -> int:
@@ -144,7 +145,8 @@ class Pair(OfWork, TwoSizes):
         sums = max(t, y) if p0 <= self.chunk and not mixes else t + y
         left = self.pieces * self.chunk // 4 if self.unit == 2 else 0
         held = self.held * -(-p1 * self.unit // 32) * 4
-        return sums + left + held + (36 if self.pieces > 1 else 28)
+        others = 48 if mixes and self.work.bias and self.size == 4 else 36 if self.pieces > 1 else 28
+        return sums + left + held + others
 
     @property
     def staged(self) -> int:

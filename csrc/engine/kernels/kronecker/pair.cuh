@@ -571,7 +571,7 @@ template <class Pass> struct TwoFactors {
   }
   // 32 bits, from memory, several eights on their way at once
   template <int FROM, int TO, class Do> DEVICE void each_of_bias(i64 state, int first, const Do& act) const {
-    constexpr int kAtOnce = kMixes ? 4 : 8;
+    constexpr int kAtOnce = kMixes || PIECES > 1 ? 4 : 8;
     const void* begin = params.bias;
     stay_here(begin);  // or all places are kept through the loop of units
     const float* bias = static_cast<const float*>(begin) + state * (Q0 * Q1) + (lane.t * 2 * Q1 + first + lane.g);
