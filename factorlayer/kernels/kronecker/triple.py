@@ -143,9 +143,6 @@ class Triple(OfWork):
         busy = states / self.groups * (STATE_US + KILOBYTE_US * (p0 * p1 + q0 * q1) * self.size / 1e3)
         busy += tiles * TILE_US / self.groups if self.buffers == 1 and self.last == 0 else 0
         moved = (self.mode.p * p0 * p1 + self.mode.q * q0 * q1) * self.size / (0.8 * gpu.memory_bytes * self.cluster)
-        if work.bias:  # which L2 gives for every sample, as it does x
-            given = (self.mode.p * p0 * p1 + self.mode.q * q0 * q1) * self.size / self.cluster
-            moved = max(moved, given / gpu.l2_bytes)
         return START_US + rounds * max(busy, moved)
 
     title = "triple"

@@ -122,10 +122,7 @@ template <class Pass> struct Triple {
       for (; slice >= share(); slice -= share(), ++turn, sample += gridDim.x)
         if constexpr (LAST == 0) {
           const i64 done = sample - i64(BUFFERS - 1) * gridDim.x;  // what nobody waits for any more
-          if (turn + 1 >= BUFFERS && done < samples) {
-            if constexpr (kCopiesBias) copy_first_bias(done, warpgroup);
-            make_result(warpgroup, done, turn - (BUFFERS - 1));
-          }
+          if (turn + 1 >= BUFFERS && done < samples) make_result(warpgroup, done, turn - (BUFFERS - 1));
         }
       if (sample >= samples) {
         if (LAST || sample - i64(BUFFERS - 1) * gridDim.x >= samples) break;
@@ -231,11 +228,7 @@ template <class Pass> struct Triple {
   DEVICE void make_results(int group) const {
     u32 turn = 0;
     expect_first(group);
-    if constexpr (kCopiesBias) copy_first_bias(blockIdx.x, group);
-    ROLL for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) {
-      make_result(group, sample, turn);
-      if constexpr (kCopiesBias) copy_first_bias(sample + gridDim.x, group);
-    }
+    ROLL for (i64 sample = blockIdx.x; sample < samples; sample += gridDim.x, ++turn) make_result(group, sample, turn);
   }
   DEVICE void expect_first(int group) const {
     if (group == 0 && thread == 0)
@@ -252,10 +245,7 @@ template <class Pass> struct Triple {
     if (group == 0 && thread == 0 && sample + i64(BUFFERS) * gridDim.x < samples) expect_bytes(full(buffer), bytes());
     if (group >= tiles) release(buffer);
     ROLL for (int tile = group; tile < tiles; tile += TILERS) {
-      if constexpr (kCopiesBias && !kBiasInMiddle)
-        if (tile > group) copy_bias_to_results(sample, tile, group);
-      u32 bias[kAsksForBias ? kNO / 4 : 1][2];
-      if constexpr (kAsksForBias) ask_for_bias(bias, sample, tile);
+      if constexpr (Pass::BIAS && kSize == 2) copy_bias(sample, tile, group);
       float y[kNO / 2];
       UNROLL for (int first = 0; first < kSteps; first += 4) {
         u32 left[4][4];
@@ -268,20 +258,8 @@ template <class Pass> struct Triple {
         wait_for_products<0>();
         touch(y);
       }
-      if constexpr (kCopiesBias) {
-        const bool in_middle = kBiasInMiddle && tile > group;
-        add_copied_bias(y, in_middle ? mine_of_bias(buffer, tile - TILERS) : results_of(group), in_middle);
-        if (kBiasInMiddle && tile + TILERS < tiles) copy_bias(sample, tile + TILERS, mine_of_bias(buffer, tile), true);
-      }
       if (tile + TILERS >= tiles) release(buffer);
-      if constexpr (kAsksForBias)
-        add_bias(y, bias);
-      else if constexpr (Pass::BIAS && kSize == 4) {
-        u32 words[kNO / 4][2];
-        ask_for_bias(words, sample, tile);
-        add_bias(y, words);
-      }
-      UNROLL for (float& sum : y) sum = activation.of(sum);
+      finish(y, sample, tile, group);
       store(y, sample, tile, group);
     }
   }
@@ -303,60 +281,42 @@ template <class Pass> struct Triple {
     if (lane.index < CLUSTER) free_in_other_block(in_block(empty(buffer, share), lane.index));
   }
 
+  // 16 bits of a bias wait where results are put: as they lie in memory first.
   DEVICE u32 results_of(int group) const { return LAST ? results + group * kResultBytes : staged + group * kStagedBytes; }
   DEVICE const Element* bias_of(i64 sample, int tile) const {
     return static_cast<const Element*>(params.bias) + sample % Pass::SAMPLES * (QO * Q0 * Q1) + rank * (kRows * Q1) +
            tile * 64;
   }
-  // 16 bits of a bias: a warp copies what it reads. Those of a warpgroup's first tile of a sample wait where its results will be put,
-  // and where a sample's results are not larger than T, those of the next tile where this one's columns of T were.
-  static constexpr bool kCopiesBias = Pass::BIAS && kSize == 2, kBiasInMiddle = QO <= PO;
-  DEVICE u32 mine_of_bias(u32 buffer, int tile) const { return middle + buffer * kMiddleBytes + tile * 128; }
-  static DEVICE u32 place_of_bias(u32 from, int row, int piece, bool in_middle) {
-    return from + (in_middle ? row * kPitch + piece * 16 : swizzled(row, piece));
-  }
-  DEVICE void copy_first_bias(i64 sample, int group) const {
-    if (sample < samples) copy_bias_to_results(sample, group, group);
-  }
-  DEVICE void copy_bias_to_results(i64 sample, int tile, int group) const {
-    sync_warpgroup(warpgroup);  // the last results have left
-    copy_bias(sample, tile, results_of(group), false);
-  }
-  DEVICE void copy_bias(i64 sample, int tile, u32 to, bool in_middle) const {
+  DEVICE void copy_bias(i64 sample, int tile, int group) const {
     const Element* bias = bias_of(sample, tile);
-    const int piece = thread / 32 * 2 + lane.index % 2, behind = lane.index / 2 % 4 * 2 + lane.index / 8 % 2 + lane.index / 16 * 8;
-    const bool present = tile * 64 + piece * 8 < columns();
-    UNROLL for (int n = 0; n < kNO; n += 16) {
-      const int q = n + behind;
-      if (QO % 16 == 0 || q < QO)  // what stands behind T has to stay
-        copy_async<16>(place_of_bias(to, q, piece, in_middle), present ? bias + q * (Q0 * Q1) + piece * 8 : bias, present);
+    sync_warpgroup(warpgroup);  // the last results have left
+    UNROLL for (int k = 0; k < kNO; k += 16) {
+      const int q = k + thread / 8, piece = thread % 8;
+      const bool present = (QO % 16 == 0 || q < QO) && tile * 64 + piece * 8 < columns();
+      copy_async<16>(results_of(group) + swizzled(q, piece), present ? bias + q * (Q0 * Q1) + piece * 8 : bias, present);
     }
     commit_copies();
   }
-  DEVICE void add_copied_bias(float (&y)[kNO / 2], u32 from, bool in_middle) const {
-    wait_for_copies<0>();
-    __syncwarp();
-    UNROLL for (int n = 0; n < kNO; n += 16) {
-      u32 word[4];
-      load_matrices<true>(word, place_of_bias(from, n + lane.index % 8 + lane.index / 16 * 8,
-                                              thread / 32 * 2 + (lane.index >> 3 & 1), in_middle));
-      UNROLL for (int i = 0; i < 8; ++i) y[n / 2 + i] += widen(Element{u16(word[i / 2] >> i % 2 * 16)});
+  DEVICE void finish(float (&y)[kNO / 2], i64 sample, int tile, int group) const {
+    if constexpr (Pass::BIAS && kSize == 2) {
+      wait_for_copies<0>();
+      sync_warpgroup(warpgroup);
+      UNROLL for (int n = 0; n < kNO; n += 16) {
+        u32 word[4];
+        load_matrices<true>(word, place_of_columns(results_of(group), n));
+        UNROLL for (int i = 0; i < 8; ++i) y[n / 2 + i] += widen(Element{u16(word[i / 2] >> i % 2 * 16)});
+      }
+    } else if constexpr (Pass::BIAS) {
+      const float* bias = bias_of(sample, tile) + lane.t * (2 * Q0 * Q1) + column(0);
+      const bool present = tile * 64 + column(0) < columns();
+      UNROLL for (int j = 0; j < kNO / 4; ++j) {
+        const int q = j / 2 * 8 + j % 2;
+        u32 two[2];
+        load_global<8>(bias + q * (Q0 * Q1), two, present && (QO % 16 == 0 || q + lane.t * 2 < QO));
+        UNROLL for (int h = 0; h < 2; ++h) y[j / 2 * 4 + j % 2 + 2 * h] += __uint_as_float(two[h]);
+      }
     }
-    __syncwarp();
-  }
-  // 32 bits: asked for before products, where registers are for either task.
-  static constexpr bool kAsksForBias = Pass::BIAS && kSize == 4 && LAST == 0;
-  DEVICE void ask_for_bias(u32 (&words)[kNO / 4][2], i64 sample, int tile) const {
-    const Element* bias = bias_of(sample, tile) + lane.t * (2 * Q0 * Q1) + column(0);
-    const bool present = tile * 64 + column(0) < columns();
-    UNROLL for (int j = 0; j < kNO / 4; ++j) {
-      const int q = j / 2 * 8 + j % 2;
-      load_global<8>(bias + q * (Q0 * Q1), words[j], present && (QO % 16 == 0 || q + lane.t * 2 < QO));
-    }
-  }
-  static DEVICE void add_bias(float (&y)[kNO / 2], const u32 (&words)[kNO / 4][2]) {
-    UNROLL for (int j = 0; j < kNO / 4; ++j)
-      UNROLL for (int h = 0; h < 2; ++h) y[j / 2 * 4 + j % 2 + 2 * h] += __uint_as_float(words[j][h]);
+    UNROLL for (float& sum : y) sum = activation.of(sum);
   }
   DEVICE void store(const float (&y)[kNO / 2], i64 sample, int tile, int group) const {
     Element* to = static_cast<Element*>(params.y) + sample * (QO * Q0 * Q1) + rank * (kRows * Q1) + tile * 64;
