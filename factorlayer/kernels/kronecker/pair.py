@@ -18,6 +18,7 @@ LEAST = 24  # of a size that fills the matrix unit
 MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
+IN_L1 = 16 << 10  # bytes of a bias that L1 keeps beside all of shared memory
 EIGHT_BYTES = 128 * 16  # of a bias of 32 bits, of an eight of q0, as a warpgroup's threads have it
 BESIDE_BIAS = 40  # registers that are left free for an activation where a bias takes others
 START_US = 1.4
@@ -104,6 +105,12 @@ class Pair(OfWork, TwoSizes):
         if self.size == 2:
             return self.eights if left >= 2 * self.eights else 0
         return min(self.eights, max(0, left) // 4)
+
+    @property
+    def bias_copied(self) -> bool:
+        """Whether each unit's is copied to where results will be: of 16 bits, where L1 would not keep it."""
+        bytes_of = self.sizes[2] * self.sizes[3] * self.size
+        return self.work.bias and self.size == 2 and self.bias_held == 0 and (self.mixes_by_products or bytes_of > IN_L1)
 
     @kept
     def bias_shared(self) -> int:
@@ -225,6 +232,7 @@ class Pair(OfWork, TwoSizes):
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
         numbers |= {"RESULTS": self.results, "BIAS_HELD": self.bias_held, "BIAS_SHARED": self.bias_shared}
+        numbers |= {"BIAS_COPIED": self.bias_copied}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = kinds(work.dtype)
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]

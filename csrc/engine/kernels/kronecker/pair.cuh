@@ -22,14 +22,14 @@
 // rows again, on their way through ldmatrix and stmatrix. So that neither meets itself in a bank, there an X is 16 bytes,
 // and here a mixture 128 bytes, further from the one before than it is long.
 //
-// A thread's places in y are the same for all units of a sample's one, so that its numbers of a bias stay in registers, and what these
-// have no room for in shared memory. Else, of 16 bits, they are copied to where results will be put, as they lie there, while
-// products run: a warp copies what it reads.
+// A thread's places in y are the same for all units of a sample's one, so that its numbers of a bias stay in registers, and of 32
+// bits what these have no room for in shared memory. Else they come for each unit, several at once; or, of 16 bits, they are copied
+// to where results will be put, as they lie there, while products run: a warp copies what it reads.
 //
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a mode),
 //       P0, P1, Q0, Q1, UNITS_PER_SAMPLE; TERMS of a sum, CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go
 //       there at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
-//       RESULTS that a warpgroup stages; BIAS_HELD and BIAS_SHARED, eights of q0 whose bias is kept so; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       RESULTS that a warpgroup stages; BIAS_HELD and BIAS_SHARED, eights of q0 whose bias is kept so, BIAS_COPIED; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
 //       are, or -1 where they are products, and what those are scaled by, normal_m, normal_a and normal_b; Source: void, or
 //       Several, the tensors that x is, which neither mixtures nor maps take
@@ -79,8 +79,9 @@ template <class Pass> struct TwoFactors {
   static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
   static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
   static constexpr int kBiasHeld = Pass::BIAS ? Pass::BIAS_HELD : 0, kBiasShared = Pass::BIAS ? Pass::BIAS_SHARED : 0;
-  static constexpr bool kCopiesBias = Pass::BIAS && kSize == 2 && kBiasHeld == 0;
-  static_assert(kSize == 4 || kBiasShared == 0 && (kBiasHeld == 0 || kBiasHeld * 8 == kN));
+  static constexpr bool kCopiesBias = Pass::BIAS && Pass::BIAS_COPIED;
+  static_assert(kSize == 4 || kBiasShared == 0);
+  static_assert(!kCopiesBias || (kSize == 2 && kBiasHeld == 0));
   // States that a bias is asked for ahead: to where the results of the one before have just left
   static constexpr int kBiasAhead = Pass::RESULTS > 1 ? Pass::RESULTS - 1 : 1;
   using Bias = u32[kBiasHeld ? kBiasHeld : 1][kSize];  // of a thread
@@ -407,10 +408,6 @@ template <class Pass> struct TwoFactors {
     if constexpr (kCopiesBias)
       UNROLL for (int ahead = 0; ahead < kBiasAhead; ++ahead)
         ask_for_bias(blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x), ahead, group, part, ahead);
-    if constexpr (kBiasHeld > 0 && kSize == 2) {
-      copy_bias(0, 0, part, staged(0));
-      commit_copies();
-    }
     load_weights(scale_a);
     fence_copy_engine();
     sync_consumers<kConsumers * 128>();
@@ -556,7 +553,7 @@ template <class Pass> struct TwoFactors {
         add(y, n, words);
       }
       each_of_bias<kBiasHeld + kBiasShared, kN / 8>(
-          state % (Pass::UNITS_PER_SAMPLE * Q), first, [&](int n, const u32 (&words)[4]) { add(y, n, words); });
+          state % (Pass::UNITS_PER_SAMPLE * Q), first, [&](int n, const u32 (&words)[kSize]) { add(y, n, words); });
     }
     UNROLL for (int j = 0; j < kN / 2; ++j) y[j] = activation.of(y[j]);
   }
@@ -569,22 +566,25 @@ template <class Pass> struct TwoFactors {
         y[n * 4 + i] += __uint_as_float(words[i]);
     }
   }
-  // 32 bits, from memory, several eights on their way at once
+  // From memory, several eights on their way at once
   template <int FROM, int TO, class Do> DEVICE void each_of_bias(i64 state, int first, const Do& act) const {
     constexpr int kAtOnce = kMixes || PIECES > 1 ? 4 : 8;
     const void* begin = params.bias;
     stay_here(begin);  // or all places are kept through the loop of units
-    const float* bias = static_cast<const float*>(begin) + state * (Q0 * Q1) + (lane.t * 2 * Q1 + first + lane.g);
+    const Element* bias = static_cast<const Element*>(begin) + state * (Q0 * Q1) + (lane.t * 2 * Q1 + first + lane.g);
     UNROLL for (int from = FROM; from < TO; from += kAtOnce) {
-      u32 words[kAtOnce][4];
+      u32 numbers[kAtOnce][4][1];
       UNROLL for (int j = 0; j < kAtOnce * 4 && from + j / 4 < TO; ++j) {
         const int q0 = (from + j / 4) * 8 + j % 2, behind = j / 2 % 2 * 8;
-        u32 word[1];
-        load_global<4>(bias + (q0 * Q1 + behind), word,
-                       (kN == Q0 || q0 + lane.t * 2 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1));
-        words[j / 4][j % 4] = word[0];
+        load_global<kSize>(bias + (q0 * Q1 + behind), numbers[j / 4][j % 4],
+                           (kN == Q0 || q0 + lane.t * 2 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1));
       }
-      UNROLL for (int j = 0; j < kAtOnce && from + j < TO; ++j) act(from + j, words[j]);
+      UNROLL for (int j = 0; j < kAtOnce && from + j < TO; ++j) {
+        u32 words[kSize];
+        UNROLL for (int i = 0; i < kSize; ++i)
+          words[i] = kSize == 4 ? numbers[j][i][0] : numbers[j][i * 2][0] | numbers[j][i * 2 + 1][0] << 16;
+        act(from + j, words);
+      }
     }
   }
   // 16 bits, from where results are put, two eights at once
@@ -613,20 +613,14 @@ template <class Pass> struct TwoFactors {
       copy_async<16>(to + swizzled(row, piece), at_or_begin(bias, row * Q1 + piece * 8, present), present);
     }
   }
-  // A thread's bias, for all units: 16 bits have been copied to where results will be.
+  // A thread's bias, for all units
   DEVICE void keep_bias(Bias& bias, int first) const {
-    if constexpr (kSize == 2) {
-      wait_for_copies<0>();
-      __syncwarp();
-      each_of_columns(staged(0), [&](int n, const u32 (&words)[2]) { bias[n][0] = words[0], bias[n][1] = words[1]; });
-      __syncwarp();
-    } else {
-      each_of_bias<0, kBiasHeld>(0, first, [&](int n, const u32 (&words)[4]) {
-        UNROLL for (int i = 0; i < 4; ++i) bias[n][i] = words[i];
-      });
+    each_of_bias<0, kBiasHeld>(0, first, [&](int n, const u32 (&words)[kSize]) {
+      UNROLL for (int i = 0; i < kSize; ++i) bias[n][i] = words[i];
+    });
+    if constexpr (kBiasShared > 0)
       each_of_bias<kBiasHeld, kBiasHeld + kBiasShared>(
           0, first, [&](int n, const u32 (&words)[4]) { store_u32x4(kept_bias(n), words); });
-    }
   }
   DEVICE u32 kept_bias(int n) const {
     return behind + Pass::STAGES * kStageBytes + (n - kBiasHeld) * (kConsumers * 2048) + threadIdx.x * 16;
