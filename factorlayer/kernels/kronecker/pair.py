@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
@@ -109,8 +110,8 @@ class Pair(OfWork, TwoSizes):
     @property
     def bias_copied(self) -> bool:
         """Whether each unit's is copied to where results will be: of 16 bits, where L1 would not keep it."""
-        bytes_of = self.sizes[2] * self.sizes[3] * self.size
-        return self.work.bias and self.size == 2 and self.bias_held == 0 and (self.mixes_by_products or bytes_of > IN_L1)
+        in_l1 = not self.mixes_by_products and math.prod(self.sizes[2:]) * self.size <= IN_L1
+        return self.work.bias and self.size == 2 and not (self.bias_held or in_l1)
 
     @kept
     def bias_shared(self) -> int:
