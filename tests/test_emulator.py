@@ -160,6 +160,13 @@ CASES = [
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL),
     Case(kronecker((8,) * 5, (8,) * 5), "bfloat16", 5, MEDIUM),
     Case(kronecker((2, 3, 41, 40), (4, 2, 40, 40)), "float16", 5, MEDIUM),
+    # Pair, whose bias is in registers, in part or not at all: a sum, mixtures that groups do not divide, large factors
+    Case(kronecker((40, 64), (40, 64), rank=2), "bfloat16", 9, MEDIUM),
+    Case(kronecker((128, 64), (120, 56)), "bfloat16", 9, MEDIUM, activation="gelu"),
+    Case(kronecker((3, 32, 64), (5, 40, 64)), "float16", 6, MEDIUM, processors=1),
+    Case(kronecker((128, 128), (128, 128)), "bfloat16", 5, MEDIUM),
+    Case(kronecker((128, 128), (128, 128)), "tf32", 5, MEDIUM),
+    Case(kronecker((128, 128), (128, 128)), "float32", 3, MEDIUM),
     # Wide: rounded and split operands, three consumers, several slabs, groups held, two blocks of a cluster
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM),
     Case(kronecker((8, 200), (8, 296)), "bfloat16", 40, LARGE),

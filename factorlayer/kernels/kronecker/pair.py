@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
@@ -18,6 +19,9 @@ LEAST = 24  # of a size that fills the matrix unit
 MOST_MIXED = 8  # of a mode before the two
 SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
+IN_L1 = 16 << 10  # bytes of a bias that L1 keeps beside all of shared memory
+EIGHT_BYTES = 128 * 16  # of a bias of 32 bits, of an eight of q0, as a warpgroup's threads have it
+BESIDE_BIAS = 40  # registers that are left free for an activation where a bias takes others
 START_US = 1.4
 RATE = 0.6  # of the matrix unit's, that products of a unit have
 SUMS_RATE = 0.8  # and those of a sum's terms, one behind another: eleven sums of two to eight terms on one H200
@@ -79,10 +83,43 @@ class Pair(OfWork, TwoSizes):
         box = (128 // self.unit, self.chunk, 1, 1, 1)
         return (tensor_map("x", "tf32", sizes, strides, box),)
 
-    @property
+    @kept
     def results(self) -> int:
-        """Results that a warpgroup has in shared memory: one leaves while the next one comes."""
-        return 2 if self.mixes_by_products else 1 if self.size == 2 else 0
+        """Results that a warpgroup has in shared memory: one leaves while the next one comes, and where there is room,
+        the next but one's bias."""
+        if not self.mixes_by_products:
+            return 1 if self.size == 2 else 0
+        return 3 if self.work.bias and self._shared_of(3) <= self.gpu.shared else 2
+
+    @property
+    def eights(self) -> int:
+        """Of q0, of whose sums a thread has four each."""
+        return self.n // 8
+
+    @kept
+    def bias_held(self) -> int:
+        """Eights whose bias a thread has in registers, where it is the same for all units: of 16 bits all or none."""
+        if not self.work.bias or self.mixed != (1, 1) or self.work.outer > 1:
+            return 0
+        left = (self.registers[1] or 255) - self.registers_needed
+        left -= BESIDE_BIAS if self.work.activation != "identity" else 8 if self.size == 4 else 0
+        if self.size == 2:
+            return self.eights if left >= 2 * self.eights else 0
+        return min(self.eights, max(0, left) // 4)
+
+    @property
+    def bias_copied(self) -> bool:
+        """Whether each unit's is copied to where results will be: of 16 bits, where L1 would not keep it."""
+        in_l1 = not self.mixes_by_products and math.prod(self.sizes[2:]) * self.size <= IN_L1
+        return self.work.bias and self.size == 2 and not (self.bias_held or in_l1)
+
+    @kept
+    def bias_shared(self) -> int:
+        """Eights of 32 bits that are in shared memory, where slots leave it room."""
+        if not self.work.bias or self.mixed != (1, 1) or self.work.outer > 1 or self.size == 2:
+            return 0
+        room = max(0, self.gpu.shared - self._shared_of(self.results))
+        return min(self.eights - self.bias_held, room // (self.groups * self.parts * EIGHT_BYTES))
 
     @property
     def parts(self) -> int:
@@ -116,15 +153,23 @@ class Pair(OfWork, TwoSizes):
         sums = max(t, y) if p0 <= self.chunk and not mixes else t + y
         left = self.pieces * self.chunk // 4 if self.unit == 2 else 0
         held = self.held * -(-p1 * self.unit // 32) * 4
-        return sums + left + held + (48 if mixes and self.work.bias else 36 if self.pieces > 1 else 28)
+        others = 48 if mixes and self.work.bias and self.size == 4 else 36 if self.pieces > 1 else 28
+        return sums + left + held + others
 
     @property
     def staged(self) -> int:
         """Bytes of results."""
-        return self.groups * self.parts * self.results * self.n * 128
+        return self._staged_of(self.results)
+
+    def _staged_of(self, results: int) -> int:
+        return self.groups * self.parts * results * self.n * 128
 
     @kept
     def shared(self) -> int:
+        return self._shared_of(self.results) + self.groups * self.parts * self.bias_shared * EIGHT_BYTES
+
+    def _shared_of(self, results: int) -> int:
+        """Bytes with so many results of a warpgroup, without a bias."""
         p0, p1, _, _ = self.sizes
         row, mixed = 128 // self.unit, self.mixed
         a = self.pieces * -(-round_up(p0, self.chunk) // row) * self.n * 128
@@ -135,7 +180,7 @@ class Pair(OfWork, TwoSizes):
         if self.mixes_by_products:  # by eights, none of which meet in a bank
             slot, stage = MOST_MIXED * (state + 128), mixed[0] * (self.chunk * p1 * self.size + 16)
         weights = self.work.rank * (a + b)
-        return BARRIER_BYTES + weights + self.slots * slot + self.stages * stage + self.staged
+        return BARRIER_BYTES + weights + self.slots * slot + self.stages * stage + self._staged_of(results)
 
     @property
     def units_per_block(self) -> int:
@@ -165,6 +210,11 @@ class Pair(OfWork, TwoSizes):
         begin = START_US
         if work.rank > 1:  # the others' weights, of which all loads of a thread are waited for at once
             begin += gpu.rates.wait_us + (work.rank - 1) * (p0 * q0 + p1 * q1) * self.size / gpu.l2_bytes
+        if work.bias:  # what stays in a block comes once, the rest for every unit, from L2 as x does
+            kept = (self.bias_held + self.bias_shared) / self.eights
+            of_bias = q * q0 * q1 * self.size
+            begin += kept * of_bias / gpu.l2_bytes
+            memory = max(memory, (p * p0 * p1 * self.size + (1 - kept) * of_bias) / gpu.l2_bytes)
         return begin + (units + 1) * max(memory, busy, mixing)
 
     @property
@@ -182,7 +232,8 @@ class Pair(OfWork, TwoSizes):
         numbers |= {"PARTS": self.parts}
         numbers |= {"GROUPS": self.groups, "COPY_REGISTERS": registers[0], "REGISTERS": registers[1]}
         numbers |= {"PIECES": self.pieces, "STAGES": self.stages, "HELD": self.held, "AHEAD": ahead}
-        numbers |= {"RESULTS": self.results}
+        numbers |= {"RESULTS": self.results, "BIAS_HELD": self.bias_held, "BIAS_SHARED": self.bias_shared}
+        numbers |= {"BIAS_COPIED": self.bias_copied}
         numbers |= {"P": self.mixed[0], "Q": self.mixed[1]}
         lines = kinds(work.dtype)
         lines += [f"using Part = {'bf16' if self.pieces > 1 else ELEMENT[work.dtype]};"]

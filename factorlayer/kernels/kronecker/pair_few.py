@@ -61,11 +61,12 @@ class PairFew(TakesTwoModes):
     @kept
     def shared(self) -> int:
         """Bytes that it needs, or so many that early blocks, which go where there is room, do not gather."""
-        p0, p1, _, _ = self.sizes
+        p0, p1, q0, _ = self.sizes
         padding = 8 if self.size == 2 else 4
         chunks = self.slots * self.rows * (max(p0, p1) + padding)
         staged = self.warps * 16 * (64 + 8) if self.size == 2 else 0
-        used = (self.span * (p1 + padding) + p0 * (self.span + padding) + chunks + staged) * self.size
+        rows = p0 + (q0 if self.work.bias else 0)  # of T, and of a bias
+        used = (self.span * (p1 + padding) + rows * (self.span + padding) + chunks + staged) * self.size
         return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
 
     def us_of(self, batch: int) -> float:
@@ -110,7 +111,7 @@ def _time(plan: PairFew, *batches: int) -> float:
     """Predicted microseconds, on average of several numbers of samples."""
     p0, p1, q0, _ = plan.sizes
     gpu, dtype = plan.gpu, plan.work.dtype
-    load = (p0 * (p1 + q0) + plan.span * p1) * plan.size / gpu.l2_bytes
+    load = (p0 * (p1 + q0) + plan.span * (p1 + q0 * plan.work.bias)) * plan.size / gpu.l2_bytes
     products = plan.span * p0 * (p1 + q0)
     # One warp for each quarter of a multiprocessor cannot keep its matrix unit busy with doubles.
     rate = {2: 0.55, 4: 1.0, 8: min(1.0, plan.warps / 8)}[plan.size] * gpu.flops[dtype]

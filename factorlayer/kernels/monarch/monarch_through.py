@@ -16,6 +16,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
 from factorlayer.kernels.passes import fastest, tensor_map
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
 DTYPES = ("bfloat16", "float16")
@@ -67,10 +68,16 @@ class MonarchThrough(OfMonarch):
     def exchange(self) -> int:
         return 2 * 256 * self.n // 2 * self.half
 
+    @property
+    def bias_bytes(self) -> int:
+        """Of a bias, each of the second contraction's groups by itself."""
+        second = self.chain.contractions[1]
+        return round_up(second.inner * round_up(second.q, self.n) * 2, 16) if self.chain.bias else 0
+
     @kept
     def slots(self) -> tuple[int, int]:
         """Slots of x, of which there is a tile at most, and of weights, which come first: they are more."""
-        room, of_x = self.gpu.shared - 1024 - self.exchange, ROWS * 128 + 16
+        room, of_x = self.gpu.shared - 1024 - self.exchange - self.bias_bytes, ROWS * 128 + 16
         of_weights = min(MOST_SLOTS, (room - LEAST_X * of_x) // (self.slot + 16))
         return min(self.x_slabs, (room - of_weights * (self.slot + 16)) // of_x), of_weights
 
@@ -78,7 +85,7 @@ class MonarchThrough(OfMonarch):
     def shared(self) -> int:
         """Bytes of a block, with what it takes to begin at a multiple of 1024."""
         of_x, of_weights = self.slots
-        return 1024 + self.exchange + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
+        return 1024 + self.exchange + self.bias_bytes + of_x * (ROWS * 128 + 16) + of_weights * (self.slot + 16)
 
     @property
     def fits(self) -> bool:

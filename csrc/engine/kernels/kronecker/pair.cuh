@@ -22,10 +22,14 @@
 // rows again, on their way through ldmatrix and stmatrix. So that neither meets itself in a bank, there an X is 16 bytes,
 // and here a mixture 128 bytes, further from the one before than it is long.
 //
+// A thread's places in y are the same for all units of a sample's one, so that its numbers of a bias stay in registers, and of 32
+// bits what these have no room for in shared memory. Else they come for each unit, several at once; or, of 16 bits, they are copied
+// to where results will be put, as they lie there, while products run: a warp copies what it reads.
+//
 // Pass: Math, Element, Part (what the matrix unit takes), Activation, BIAS; PIECES of an Element; P, Q (1 without such a mode),
 //       P0, P1, Q0, Q1, UNITS_PER_SAMPLE; TERMS of a sum, CHUNK of p0, SLOTS, STAGES (chunks on their way to slots, 0 if they go
 //       there at once), AHEAD (chunks under way to slots), MAPPED (of two parts), PARTS, GROUPS; HELD pieces of B in registers;
-//       RESULTS that a warpgroup stages; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
+//       RESULTS that a warpgroup stages; BIAS_HELD and BIAS_SHARED, eights of q0 whose bias is kept so, BIAS_COPIED; registers of a thread, COPY_REGISTERS of who copies and REGISTERS of the others, or 0;
 //       weight_m(params, q, p) of the mixtures, weight_a and weight_b; FACTOR_M, FACTOR_A, FACTOR_B: the parameter that these
 //       are, or -1 where they are products, and what those are scaled by, normal_m, normal_a and normal_b; Source: void, or
 //       Several, the tensors that x is, which neither mixtures nor maps take
@@ -74,6 +78,13 @@ template <class Pass> struct TwoFactors {
   static constexpr int kBarrierBytes = 1024, kMixture = 256;  // where weights of mixtures lie, rows of whole 16 bytes, or zeros
   static constexpr bool kScalesA = Pass::FACTOR_A < 0 && is_same<Element, f16>;
   static constexpr bool kScalesB = Pass::FACTOR_B < 0 && is_same<Element, f16>;
+  static constexpr int kBiasHeld = Pass::BIAS ? Pass::BIAS_HELD : 0, kBiasShared = Pass::BIAS ? Pass::BIAS_SHARED : 0;
+  static constexpr bool kCopiesBias = Pass::BIAS && Pass::BIAS_COPIED;
+  static_assert(kSize == 4 || kBiasShared == 0);
+  static_assert(!kCopiesBias || (kSize == 2 && kBiasHeld == 0));
+  // States that a bias is asked for ahead: to where the results of the one before have just left
+  static constexpr int kBiasAhead = Pass::RESULTS > 1 ? Pass::RESULTS - 1 : 1;
+  using Bias = u32[kBiasHeld ? kBiasHeld : 1][kSize];  // of a thread
 
   const Params& params;
   const Maps* const maps;
@@ -392,11 +403,16 @@ template <class Pass> struct TwoFactors {
     const float unscale_a = 1 / scale_a, unscale_b = 1 / scale_b;
     const int group = warpgroup / Pass::PARTS, part = warpgroup % Pass::PARTS, first = part * 64 + thread / 32 * 16;
     Held held;
+    Bias bias;
     if constexpr (kHoldsPieces) ask_for_pieces(held[0], first + lane.g);
+    if constexpr (kCopiesBias)
+      UNROLL for (int ahead = 0; ahead < kBiasAhead; ++ahead)
+        ask_for_bias(blockIdx.x + (kMixes ? 0 : i64(group) * gridDim.x), ahead, group, part, ahead);
     load_weights(scale_a);
     fence_copy_engine();
     sync_consumers<kConsumers * 128>();
     if (Pass::MAPPED && threadIdx.x == 0) arrive(weights_there());
+    if constexpr (kBiasHeld + kBiasShared > 0) keep_bias(bias, first);
     if constexpr (kHoldsPieces)
       hold_pieces(held[0]);
     else if constexpr (HELD > 0)
@@ -433,12 +449,14 @@ template <class Pass> struct TwoFactors {
       if constexpr (!kMixes) position += (Pass::GROUPS - 1) * kChunks;
       UNROLL for (int share = 0; share < kShare; ++share) {
         y[share].arrived();
-        if (kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share) break;
+        const bool again = kMixes && Q % Pass::GROUPS && mixed(group, share) != group * kShare + share;
+        if (again && !kCopiesBias) break;
         if constexpr (kScalesA) scale_sums(y[share].high, unscale_a);
         const i64 state = unit * Q + (kMixes ? mixed(group, share) : 0);
-        finish(y[share].high, state, first);
+        finish(y[share].high, state, first, bias, buffer);
         if constexpr (kSize == 2)
-          store_staged(y[share].high, state, part, buffer);
+          store_staged(y[share].high, state, part, buffer, again,
+                       [&](int left) { ask_for_bias(unit, share + kBiasAhead, group, part, left); });
         else
           store(y[share].high, state, first);
       }
@@ -521,15 +539,91 @@ template <class Pass> struct TwoFactors {
   }
 
   // Bias and activation. Sum 4 n + 2 h + i of a thread is Y[8 n + 2 t + i, first + g + 8 h].
-  DEVICE void finish(float (&y)[kN / 2], i64 state, int first) const {
-    const Element* bias = nullptr;
-    if constexpr (Pass::BIAS)
-      bias = static_cast<const Element*>(params.bias) + state % (Pass::UNITS_PER_SAMPLE * Q) * (Q0 * Q1) + first + lane.g;
-    UNROLL for (int j = 0; j < kN / 2; ++j) {
-      const int q0 = j / 4 * 8 + lane.t * 2 + j % 2, behind = j / 2 % 2 * 8;
-      if (Pass::BIAS && q0 < Q0 && first + lane.g + behind < Q1) y[j] += widen(bias[q0 * Q1 + behind]);
-      y[j] = activation.of(y[j]);
+  DEVICE void finish(float (&y)[kN / 2], i64 state, int first, const Bias& bias, int buffer) const {
+    if constexpr (kCopiesBias) {
+      wait_for_copies<kBiasAhead - 1>();
+      __syncwarp();
+      each_of_columns(staged(buffer), [&](int n, const u32 (&words)[2]) { add(y, n, words); });
+      __syncwarp();
+    } else if constexpr (Pass::BIAS) {
+      UNROLL for (int n = 0; n < kBiasHeld; ++n) add(y, n, bias[n]);
+      UNROLL for (int n = kBiasHeld; n < kBiasHeld + kBiasShared; ++n) {
+        u32 words[4];
+        load_u32x4(kept_bias(n), words);
+        add(y, n, words);
+      }
+      each_of_bias<kBiasHeld + kBiasShared, kN / 8>(
+          state % (Pass::UNITS_PER_SAMPLE * Q), first, [&](int n, const u32 (&words)[kSize]) { add(y, n, words); });
     }
+    UNROLL for (int j = 0; j < kN / 2; ++j) y[j] = activation.of(y[j]);
+  }
+  // What a thread has of an eight of a bias's q0, as of their sums
+  template <int WORDS> static DEVICE void add(float (&y)[kN / 2], int n, const u32 (&words)[WORDS]) {
+    UNROLL for (int i = 0; i < 4; ++i) {
+      if constexpr (kSize == 2)
+        y[n * 4 + i] += widen(Element{u16(words[i / 2] >> i % 2 * 16)});
+      else
+        y[n * 4 + i] += __uint_as_float(words[i]);
+    }
+  }
+  // From memory, several eights on their way at once
+  template <int FROM, int TO, class Do> DEVICE void each_of_bias(i64 state, int first, const Do& act) const {
+    constexpr int kAtOnce = kMixes || PIECES > 1 ? 4 : 8;
+    const void* begin = params.bias;
+    stay_here(begin);  // or all places are kept through the loop of units
+    const Element* bias = static_cast<const Element*>(begin) + state * (Q0 * Q1) + (lane.t * 2 * Q1 + first + lane.g);
+    UNROLL for (int from = FROM; from < TO; from += kAtOnce) {
+      u32 numbers[kAtOnce][4][1];
+      UNROLL for (int j = 0; j < kAtOnce * 4 && from + j / 4 < TO; ++j) {
+        const int q0 = (from + j / 4) * 8 + j % 2, behind = j / 2 % 2 * 8;
+        load_global<kSize>(bias + (q0 * Q1 + behind), numbers[j / 4][j % 4],
+                           (kN == Q0 || q0 + lane.t * 2 < Q0) && (Q1 % 64 == 0 || first + lane.g + behind < Q1));
+      }
+      UNROLL for (int j = 0; j < kAtOnce && from + j < TO; ++j) {
+        u32 words[kSize];
+        UNROLL for (int i = 0; i < kSize; ++i)
+          words[i] = kSize == 4 ? numbers[j][i][0] : numbers[j][i * 2][0] | numbers[j][i * 2 + 1][0] << 16;
+        act(from + j, words);
+      }
+    }
+  }
+  // 16 bits, from where results are put, two eights at once
+  template <class Do> DEVICE void each_of_columns(u32 staged, const Do& act) const {
+    UNROLL for (int n = 0; n < kN / 8; n += 2) {
+      u32 words[4];
+      load_matrices<true>(words, place_of_columns(staged, n * 8));
+      act(n, {words[0], words[1]});
+      act(n + 1, {words[2], words[3]});
+    }
+  }
+  // That of a share of a group's mixtures, or of its next units', for a buffer
+  DEVICE void ask_for_bias(i64 unit, int share, int group, int part, int buffer) const {
+    const i64 later = unit + share / kShare * (i64(gridDim.x) * (kMixes ? 1 : Pass::GROUPS));
+    if (later < units) copy_bias(later, mixed(group, share % kShare), part, staged(buffer));
+    commit_copies();
+  }
+  // A warp's columns of a state's bias, of 16 bits. Each four rows that are next to each other here meet in no bank.
+  DEVICE void copy_bias(i64 unit, int mixture, int part, u32 to) const {
+    const Element* bias = static_cast<const Element*>(params.bias) +
+                          (unit % Pass::UNITS_PER_SAMPLE * Q + (kMixes ? mixture : 0)) * (Q0 * Q1) + part * 64;
+    const int piece = thread / 32 * 2 + lane.index % 2, behind = lane.index / 2 % 4 * 2 + lane.index / 8 % 2 + lane.index / 16 * 8;
+    UNROLL for (int n = 0; n < kN; n += 16) {
+      const int row = n + behind;
+      const bool present = (kN == Q0 || row < Q0) && (Q1 % 64 == 0 || part * 64 + piece * 8 < Q1);
+      copy_async<16>(to + swizzled(row, piece), at_or_begin(bias, row * Q1 + piece * 8, present), present);
+    }
+  }
+  // A thread's bias, for all units
+  DEVICE void keep_bias(Bias& bias, int first) const {
+    each_of_bias<0, kBiasHeld>(0, first, [&](int n, const u32 (&words)[kSize]) {
+      UNROLL for (int i = 0; i < kSize; ++i) bias[n][i] = words[i];
+    });
+    if constexpr (kBiasShared > 0)
+      each_of_bias<kBiasHeld, kBiasHeld + kBiasShared>(
+          0, first, [&](int n, const u32 (&words)[4]) { store_u32x4(kept_bias(n), words); });
+  }
+  DEVICE u32 kept_bias(int n) const {
+    return behind + Pass::STAGES * kStageBytes + (n - kBiasHeld) * (kConsumers * 2048) + threadIdx.x * 16;
   }
   // 32 bits: eight lanes write a sector.
   DEVICE void store(const float (&y)[kN / 2], i64 state, int first) const {
@@ -540,25 +634,41 @@ template <class Pass> struct TwoFactors {
         store_global(to + (q0 * Q1 + behind), y[j]);
     }
   }
-  // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first, in one or two buffers in turn.
-  DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part, int& buffer) const {
-    const u32 staged = behind + Pass::STAGES * kStageBytes + (warpgroup * Pass::RESULTS + buffer) * (kN * 128);
-    if constexpr (Pass::RESULTS > 1)
-      buffer ^= 1;  // who stores the last state's part has stored that of the one before, which lay here
-    else
-      sync_warpgroup(warpgroup);  // the last state has left
+  // 16 bits: a part's columns lie as rows of 128 bytes in shared memory first, in one or several buffers in turn.
+  DEVICE u32 staged(int buffer) const {
+    return behind + Pass::STAGES * kStageBytes + (warpgroup * Pass::RESULTS + buffer) * (kN * 128);
+  }
+  DEVICE u32 place_of_columns(u32 staged, int first) const {
     const u32 piece = thread / 32 * 2 + (lane.index >> 3 & 1), row = lane.index % 8 + lane.index / 16 * 8;
+    return staged + swizzled(first + row, piece);
+  }
+  // `next` is told a buffer whose results have left. Nothing leaves of what is there `again`.
+  template <class Next>
+  DEVICE void store_staged(const float (&y)[kN / 2], i64 state, int part, int& buffer, bool again, const Next& next) const {
+    const u32 staged = this->staged(buffer);
+    [[maybe_unused]] const int last = buffer ? buffer - 1 : Pass::RESULTS - 1;
+    if constexpr (Pass::RESULTS > 2)
+      buffer = buffer + 1 < Pass::RESULTS ? buffer + 1 : 0;
+    else if constexpr (Pass::RESULTS > 1)
+      buffer ^= 1;  // who stores the last state's part has stored that of the one before, which lay here
+    else if constexpr (!kCopiesBias)
+      sync_warpgroup(warpgroup);  // the last state has left
     UNROLL for (int n = 0; n < kN / 8; n += 2) {
       u32 word[4];
       UNROLL for (int i = 0; i < 4; ++i) word[i] = Pair<Element>(y[n * 4 + i * 2], y[n * 4 + i * 2 + 1]).bits;
-      store_matrices_transposed(staged + swizzled(n * 8 + row, piece), word);
+      store_matrices_transposed(place_of_columns(staged, n * 8), word);
     }
     sync_warpgroup(warpgroup);
+    if constexpr (kCopiesBias && Pass::RESULTS > 1) next(last);
     Element* to = static_cast<Element*>(params.y) + state * (Q0 * Q1) + part * 64;
     UNROLL for (int k = 0; k < kN / 16; ++k) {
       const int row = k * 16 + thread / 8, piece = thread % 8;
-      if ((kN == Q0 || row < Q0) && (Q1 % 64 == 0 || part * 64 + piece * 8 < Q1))
+      if ((kN == Q0 || row < Q0) && (Q1 % 64 == 0 || part * 64 + piece * 8 < Q1) && !(kCopiesBias && again))
         store_words<16>(to + row * Q1 + piece * 8, load_words<16>(staged + swizzled(row, piece)));
+    }
+    if constexpr (kCopiesBias && Pass::RESULTS == 1) {
+      sync_warpgroup(warpgroup);
+      next(0);
     }
   }
 };

@@ -102,15 +102,28 @@ template <class Pass> struct PairDouble : RingOfWeights<Pass> {
         }
       }
   }
+  // To a tile's sums, all of it on its way at once, by two neighbours where 16 bytes divide rows
+  DEVICE void add_bias(Element (&sums)[NT][4], i64 unit, int row, int column) const {
+    constexpr int kEach = Q1 % 2 == 0 ? 2 : 1;
+    const Element* bias = static_cast<const Element*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * (Q0 * Q1) + (row * Q1 + column);
+    u32 words[NT][4][2];
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 4; i += kEach) {
+        const int down = i / 2 * 8, c = n * 8 + i % 2;
+        u32 word[kEach * 2];
+        load_global<kEach * 8>(bias + (down * Q1 + c), word, row + down < Q0 && column + c < Q1);
+        UNROLL for (int k = 0; k < kEach * 2; ++k) words[n][i + k / 2][k % 2] = word[k];
+      }
+    UNROLL for (int n = 0; n < NT; ++n)
+      UNROLL for (int i = 0; i < 4; ++i) sums[n][i] += double_of(words[n][i][0], words[n][i][1]);
+  }
   DEVICE void put_last(Sums<kLast>& sums, i64 unit) const {
-    const Element* bias = static_cast<const Element*>(params.bias) + unit % Pass::UNITS_PER_SAMPLE * (Q0 * Q1);
     Element* to = static_cast<Element*>(params.y) + unit * (Q0 * Q1);
     UNROLL for (int m = 0; m < kLast; ++m) {
       const int first = (down * kLast + m) * 16, column = along * NT * 8;
+      if constexpr (Pass::BIAS) add_bias(sums[m], unit, first + lane.g, column + lane.t * 2);
       UNROLL for (int n = 0; n < NT; ++n)
         UNROLL for (int i = 0; i < 4; ++i) {
-          const int row = first + lane.g + i / 2 * 8, c = column + n * 8 + lane.t * 2 + i % 2;
-          if (Pass::BIAS && row < Q0 && c < Q1) sums[m][n][i] += bias[row * Q1 + c];
           sums[m][n][i] = activation.of(sums[m][n][i]);
           touch(sums[m][n][i]);  // one after the other, or what they take is spilled
         }

@@ -3,8 +3,8 @@
 //     T = X B',  Y = A T
 //
 // A block has SPAN columns of a unit's Y, for which it takes as many rows of B, and X and A by chunks of ROWS rows:
-// first it makes rows of T, which stay in shared memory, then rows of Y. Later chunks are on their way meanwhile. Sizes
-// are multiples of 16.
+// first it makes rows of T, which stay in shared memory, then rows of Y. Later chunks are on their way meanwhile, and its columns
+// of a bias. Sizes are multiples of 16.
 //
 // Of 32 bits what is read by n takes k's in pairs, and what is read by rows takes them in order: T's rows lie so that
 // pairs of them are in order, too.
@@ -27,9 +27,9 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   static_assert(P0 % ROWS == 0 && Q0 % ROWS == 0 && Q1 % SPAN == 0 && SLOTS > 1 && SLOTS <= kChunks);
   static_assert(P1 % 16 == 0 && ROWS % 16 == 0 && SPAN % 16 == 0);
 
-  // Shared memory: B, T, slots with chunks of X or A, and of 16 bits what Y leaves through.
+  // Shared memory: B, T, a bias, slots with chunks of X or A, and of 16 bits what Y leaves through.
   static constexpr int kX = stride(P1), kA = stride(P0), kT = stride(SPAN);
-  static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize;
+  static constexpr int kBytesB = SPAN * kX * kSize, kBytesT = P0 * kT * kSize, kBytesBias = Pass::BIAS ? Q0 * kT * kSize : 0;
   static constexpr int kSlot = ROWS * (kX > kA ? kX : kA) * kSize;
 
   // Warps take tasks in turn: MT tiles of 16 rows of T or Y by NT of 8 columns, up to 8, few enough for all warps to
@@ -47,11 +47,11 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   const Params& params;
   const Lane lane;
   const int warp;
-  const u32 b, t, slots;
+  const u32 b, t, bias, slots;
   const typename Pass::Activation activation;
   DEVICE PairFew(const Params& given)
-      : params(given), warp(threadIdx.x / 32), b(shared_address(shared_memory)), t(b + kBytesB), slots(t + kBytesT),
-        activation(given) {}
+      : params(given), warp(threadIdx.x / 32), b(shared_address(shared_memory)), t(b + kBytesB), bias(t + kBytesT),
+        slots(bias + kBytesBias), activation(given) {}
 
   static DEVICE u32 behind(int chunk) { return chunk % SLOTS * kSlot; }
   DEVICE void load_chunk(int chunk, const Element* x, const Element* a) const {
@@ -67,7 +67,10 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
     const Element* a = static_cast<const Element*>(params.weights[Pass::FACTOR_A]);
     const Element* of_b = static_cast<const Element*>(params.weights[Pass::FACTOR_B]) + blockIdx.y * SPAN * P1;
     Base::template copy<SPAN, P1, kX>(of_b, b);
-    UNROLL for (int chunk = 0; chunk < SLOTS; ++chunk) load_chunk(chunk, x, a);
+    UNROLL for (int chunk = 0; chunk < SLOTS; ++chunk) {
+      if (Pass::BIAS && chunk == (SLOTS <= kOfX ? SLOTS - 1 : kOfX)) load_bias();  // behind what is needed before it
+      load_chunk(chunk, x, a);
+    }
     ROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
       const u32 here = slots + behind(chunk);
       if (chunk == 0)
@@ -107,20 +110,37 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
       Base::template multiply<P0 / kStep, kAtOnce>(
           sums, Base::template tiles_by_rows<kA, true>(a + row * kA * kSize + Math::template lane_row_a<kA>(lane)),
           Base::template by_n<kT>(t + column * kSize + Math::template lane_b_by_n<kT, kPairs>(lane), lane.index));
-      finish(sums, first + row + lane.g, blockIdx.y * SPAN + column + lane.t * 2);
+      finish(sums, bias + ((first + row + lane.g) * kT + column + lane.t * 2) * kSize);
       UNROLL for (int m = 0; m < MT; ++m)
         Base::template store_tile<Q0, SPAN, Q1, true>(sums[m], first + row + m * 16, column, to, staged, lane);
     }
   }
-  // Bias and activation of sums from (row, column) on
-  DEVICE void finish(Sums& sums, int row, int column) const {
-    const Element* bias = static_cast<const Element*>(params.bias);
-    if constexpr (Pass::BIAS) bias += (blockIdx.x % Pass::UNITS_PER_SAMPLE * Q0 + row) * Q1 + column;
+  // The block's columns of a unit's bias
+  DEVICE void load_bias() const {
+    const Element* from = static_cast<const Element*>(params.bias) + i64(blockIdx.x % Pass::UNITS_PER_SAMPLE) * (Q0 * Q1);
+    Base::template copy<Q0, SPAN, kT, WARPS * 32, Q1>(from + blockIdx.y * SPAN, bias);
+  }
+  // Bias, which begins there, and activation of sums
+  DEVICE void finish(Sums& sums, u32 bias) const {
     UNROLL for (int m = 0; m < MT; ++m)
-      UNROLL for (int n = 0; n < NT; ++n)
-        UNROLL for (int i = 0; i < 4; ++i) {
-          if constexpr (Pass::BIAS) sums[m][n][i] += widen(bias[(m * 16 + i / 2 * 8) * Q1 + n * 8 + i % 2]);
-          sums[m][n][i] = activation.of(sums[m][n][i]);
-        }
+      UNROLL for (int n = 0; n < NT; ++n) {
+        if constexpr (Pass::BIAS)
+          UNROLL for (int i = 0; i < 4; i += 2) add_two(sums[m][n] + i, bias + ((m * 16 + i * 4) * kT + n * 8) * kSize);
+        UNROLL for (int i = 0; i < 4; ++i) sums[m][n][i] = activation.of(sums[m][n][i]);
+      }
+  }
+  static DEVICE void add_two(Real* sums, u32 from) {
+    if constexpr (kSize == 2) {
+      const u32 two = load_u32(from);
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] += widen(Element{u16(two >> i * 16)});
+    } else if constexpr (kSize == 4) {
+      u32 two[2];
+      load_u32x2(from, two);
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] += __uint_as_float(two[i]);
+    } else {
+      double two[2];
+      load_f64x2(from, two[0], two[1]);
+      UNROLL for (int i = 0; i < 2; ++i) sums[i] += two[i];
+    }
   }
 };

@@ -29,6 +29,7 @@ template <class Pass> struct MonarchThrough {
   static constexpr int kWords = N / 16 * kHalf * 2;  // of a thread, that the other warpgroup gets
   static constexpr int kWeights = Pass::X_SLOTS * kSlabBytes, kExchange = kWeights + Pass::SLOTS * Pass::SLOT;
   static constexpr int kBarriers = kExchange + 2 * kConsumers * kWords * 4;
+  static constexpr int kBias = kBarriers + (Pass::X_SLOTS + Pass::SLOTS) * 16, kPitch = round_up(S, N) * 2;  // of an l
   static_assert(RHO % 16 == 0 && L % 4 == 0 && N % 16 == 0 && kWords % 4 == 0);
 
   const Params& params;
@@ -121,6 +122,18 @@ template <class Pass> struct MonarchThrough {
     });
     return slot;
   }
+  // A bias, of all samples, as those want it who have an l: by consumers, two neighbours of S at once.
+  DEVICE void keep_bias() const {
+    ROLL for (int j = threadIdx.x; j < S / 2; j += kConsumers) {
+      u32 words[L / 4][4];
+      UNROLL for (int i = 0; i < L / 4; ++i) load_global(static_cast<const Element*>(params.bias) + j * (2 * L) + i * 8, words[i]);
+      UNROLL for (int l = 0; l < L; ++l) {
+        const u32 x = words[l / 8][l / 2 % 4], y = words[(L + l) / 8][(L + l) / 2 % 4];
+        store_shared(memory + kBias + l * kPitch + j * 4, l % 2 ? upper_halves(x, y) : lower_halves(x, y));
+      }
+    }
+    sync_consumers<kConsumers>();
+  }
   // With bias and activation, rounded: two neighbours for row g or g + 8 of a warp.
   DEVICE void finish(u32 (&held)[N / 4], const Sums& sums, int l, int s) const {
     const typename Pass::Activation activation(params);
@@ -128,9 +141,8 @@ template <class Pass> struct MonarchThrough {
     UNROLL for (int n = 0; n < N / 8; ++n) {
       float bias[2] = {};
       if constexpr (Pass::BIAS) {
-        const int column = s + n * 8 + lane.t * 2;
-        const Element* from = static_cast<const Element*>(params.bias) + column * L + l;
-        if (S % N == 0 || column < S) bias[0] = widen(from[0]), bias[1] = widen(from[L]);
+        const u32 two = load_u32(memory + kBias + l * kPitch + (s + n * 8 + lane.t * 2) * 2);
+        UNROLL for (int i = 0; i < 2; ++i) bias[i] = widen(Element{u16(two >> i * 16)});
       }
       UNROLL for (int row = 0; row < 2; ++row) {
         const float* sum = sums + n * 4 + row * 2;
@@ -192,6 +204,7 @@ template <class Pass> struct MonarchThrough {
     Xs x = xs(0);
     Weights weight = weights(0);
     const int team = uniform(threadIdx.x / 128);
+    if constexpr (Pass::BIAS) keep_bias();
     int buffer = 0;  // of two, so that the other warpgroup has time to read one
     for (i64 tile = blockIdx.x; tile < tiles(); tile += gridDim.x) {
       Left left;
