@@ -7,7 +7,7 @@ torch.fx cannot trace runs its own forward, with what is fused in its parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NoReturn, overload
 
 from torch import nn
@@ -112,6 +112,19 @@ class Fused(RunsAsStacks):
             if "_twin" not in self.__dict__:
                 raise
         return getattr(self._twin[0], name)  # what the module has besides forward: settings, methods
+
+    # Python looks for these in the class: a sequence's parts are asked for by number, by a model that has it as a part.
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         """What nn.DataParallel asks every part for: a replica would run the parameters of the original."""

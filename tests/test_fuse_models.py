@@ -294,6 +294,32 @@ def test_in_place_parts_are_called_with_what_their_graphs_leave_out(method: str)
         torch.testing.assert_close(each(x), plain(x))
 
 
+def test_in_place_a_sequence_is_still_asked_for_its_parts() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isfinite().all() and self.mlp:  # which no graph holds
+                x = self.mlp(x)
+            for part in self.mlp:
+                x = part(x)
+            return x + self.mlp[-1].bias * len(self.mlp)
+
+    torch.manual_seed(0)
+    plain = Around().double()
+    model = fuse(copy.deepcopy(plain), inplace=True)
+    assert isinstance(model.mlp, RunsAsStacks)
+    x = torch.randn(3, 8).double()
+    torch.testing.assert_close(model(x), plain(x))
+    assert list(model.mlp[:2]) == list(model.mlp)[:2]
+    fused = fuse(plain)
+    assert fused
+    with pytest.raises(TypeError, match="'Around' object is not subscriptable"):
+        fused[0]
+
+
 def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:
     torch._dynamo.reset()
 
