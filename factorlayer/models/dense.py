@@ -21,15 +21,9 @@ from torch.nn.utils import parametrize
 
 from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.layers import FactorLinear
-from factorlayer.stacks.stack import RunsAsStacks, is_foreign
+from factorlayer.stacks.stack import STATE_HOOKS, RunsAsStacks, is_foreign
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 ORIGIN = "_origin"  # of a FactorLinear that convert made: what it was
 
 
