@@ -7,17 +7,20 @@ torch.fx cannot trace runs its own forward, with what is fused in its parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal, NoReturn, overload
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation, implementation_name
 from factorlayer.mlp import FactorMLP
 from factorlayer.stacks.graph import Reasons, signature
 from factorlayer.stacks.pieces import InParts, Whole, piece_of
-from factorlayer.stacks.stack import LayerStack, RunsAsStacks, is_hooked
+from factorlayer.stacks.stack import STATE_HOOKS, LayerStack, RunsAsStacks, is_hooked
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @overload
@@ -93,6 +96,10 @@ class Fused(RunsAsStacks):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self._non_persistent_buffers_set = module._non_persistent_buffers_set
         self._module = [module]  # in a list: no child, whose parameters would have two names
+        for name in STATE_HOOKS:  # whichever of both is given one
+            hooks, own = vars(module)[name], vars(self)
+            hooks |= {key: hook for key, hook in own[name].items() if hook not in hooks.values()}
+            own[name] = hooks
         self._build()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -112,6 +119,34 @@ class Fused(RunsAsStacks):
             if "_twin" not in self.__dict__:
                 raise
         return getattr(self._twin[0], name)  # what the module has besides forward: settings, methods
+
+    # Python looks for these in the class: a sequence's parts are asked for by number, by a model that has it as a part.
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload, no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+    # PyTorch calls these of every part of a model. The module's class may have its own, to keep a part in eval mode or
+    # to load older checkpoints.
+    def train(self, mode: bool = True) -> Self:
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *given: Any, **named: Any) -> Any:
+        return self.module.state_dict(*given, **named)
+
+    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
+        self.module._load_from_state_dict(*given, **named)
+
+    def _apply_to_parameters(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        self.module._apply(fn, recurse)
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         """What nn.DataParallel asks every part for: a replica would run the parameters of the original."""

@@ -97,7 +97,7 @@ def test_convert_writes_what_load_converted_reads(nets: Path) -> None:
     assert torch.equal(plain[0].weight_0, right.weight_0)
 
 
-def test_a_checkpoint_is_converted_and_one_that_was_is_reported(nets: Path) -> None:
+def test_a_checkpoint_is_converted_and_one_that_was_is_reported_and_checked(nets: Path) -> None:
     torch.manual_seed(7)
     other = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     save_file(other.state_dict(), "x.safetensors")
@@ -112,6 +112,8 @@ def test_a_checkpoint_is_converted_and_one_that_was_is_reported(nets: Path) -> N
     assert [line["structure"] for line in read["lines"]] == ["monarch blocks 4x4, rank 2"] * 2
     assert read["lines"][0]["samples"] == 100 and read["parameters_after"] == 816
     assert "the whole model: 1072 -> 816 parameters" in found.stderr
+    checked = run("check", *MODEL, "--checkpoint", "y.safetensors", "8")
+    assert checked.exit_code == 0 and "816 parameters" in checked.output, checked.output
 
 
 def test_without_output_it_is_a_dry_run(nets: Path) -> None:

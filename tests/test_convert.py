@@ -255,6 +255,37 @@ def test_tied_weights_are_left_alone() -> None:
         convert(again, {"lm_head": MONARCH})
 
 
+class Listed(nn.Module):
+    """Calls its layers by lists that are no parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[nn.Module] = []
+        for name in ("a", "b"):
+            self.add_module(name, nn.Sequential(nn.Linear(8, 8), nn.Tanh()) if name == "a" else nn.Linear(8, 8))
+            self.calls.append(getattr(self, name))
+        self.c = nn.Linear(8, 8)
+        self.pairs = {"last": (self.c, 2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.calls:
+            x = layer(x)
+        layer, scale = self.pairs["last"]
+        return scale * layer(x)
+
+
+def test_layers_that_are_called_from_where_no_swap_reaches_are_left_alone() -> None:
+    listed = Listed()
+    done = convert(listed, {nn.Linear: MONARCH})
+    assert [change.name for change in done.changes] == ["a.0"]
+    assert [each.name for each in done.left] == ["b", "c"]
+    assert done.left[1].why.startswith("Listed.pairs has it as well, where it would stay dense: have an nn.ModuleList")
+    listed(torch.randn(3, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in listed.parameters())
+    with pytest.raises(ValueError, match=r"b .* cannot be structured: Listed\.calls has it as well"):
+        convert(listed, {"b": MONARCH})
+
+
 class Own(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)

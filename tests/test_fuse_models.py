@@ -15,7 +15,7 @@ from oracle import nearly
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from factorlayer import FactorLinear, fuse
+from factorlayer import FactorLinear, freeze, fuse
 from factorlayer.stacks.stack import RunsAsStacks
 
 
@@ -292,6 +292,98 @@ def test_in_place_parts_are_called_with_what_their_graphs_leave_out(method: str)
     x = torch.randn(3, 8).double()
     for each in (model, copy.deepcopy(model)):
         torch.testing.assert_close(each(x), plain(x))
+
+
+def test_in_place_a_sequence_is_still_asked_for_its_parts() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isfinite().all() and self.mlp:  # which no graph holds
+                x = self.mlp(x)
+            for part in self.mlp:
+                x = part(x)
+            return x + self.mlp[-1].bias * len(self.mlp)
+
+    torch.manual_seed(0)
+    plain = Around().double()
+    model = fuse(copy.deepcopy(plain), inplace=True)
+    assert isinstance(model.mlp, RunsAsStacks)
+    x = torch.randn(3, 8).double()
+    torch.testing.assert_close(model(x), plain(x))
+    assert list(model.mlp[:2]) == list(model.mlp)[:2]
+    fused = fuse(plain)
+    assert fused
+    with pytest.raises(TypeError, match="'Around' object is not subscriptable"):
+        fused[0]
+
+
+class Own(nn.Module):
+    """Has its own way with what PyTorch asks of every part of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.norm, self.down = nn.Linear(8, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 8)
+        self.scale, self.steps = torch.ones(1), 3  # neither parameter nor buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.act(self.up(x))))
+
+    def train(self, mode: bool = True) -> Own:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Own:
+        super()._apply(fn, recurse)
+        self.scale = fn(self.scale)
+        return self
+
+    def get_extra_state(self) -> int:
+        return self.steps
+
+    def set_extra_state(self, state: int) -> None:
+        self.steps = state
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *given: Any) -> None:
+        if f"{prefix}first.bias" in state:
+            state[f"{prefix}up.bias"] = state.pop(f"{prefix}first.bias")
+        super()._load_from_state_dict(state, prefix, *given)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_a_module_does_when_it_is_moved_trained_or_loaded_it_does_fused(inplace: bool) -> None:
+    class Around(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            return self[0](x) if x.isfinite().all() else x
+
+    torch.manual_seed(0)
+    own = Own()
+    heard: list[str] = []
+    own.register_state_dict_post_hook(lambda *_: heard.append("saved"))
+    own.register_load_state_dict_pre_hook(lambda *_: heard.append("loads"))
+    own.register_load_state_dict_post_hook(lambda *_: heard.append("loaded"))
+    model = fuse(Around([own]) if inplace else own, inplace=inplace)
+    first = "0.up.bias" if inplace else "up.bias"
+    assert isinstance(model[0] if inplace else model, RunsAsStacks)
+    assert model.double() is model and own.scale.dtype == torch.float64
+    model.eval()
+    assert model.train() is model and own.training and not own.norm.training
+    own.steps = 4
+    state = model.state_dict()
+    own.steps = 5
+    assert state[first.replace("up.bias", "_extra_state")] == 4
+    state[first.replace("up", "first")] = torch.zeros_like(state.pop(first))
+    freeze(model)
+    model.load_state_dict(state)
+    assert own.steps == 4 and not own.up.bias.any() and heard == ["saved", "loads", "loaded"]
+    model.eval()
+    x = torch.randn(3, 8).double()
+    torch.testing.assert_close(model(x), own(x))  # it is frozen anew
+    fuse(own)
+    assert len(own._load_state_dict_post_hooks) == 2
 
 
 def test_compiled_parts_that_a_graph_calls_are_the_same() -> None:

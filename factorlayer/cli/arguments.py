@@ -128,7 +128,8 @@ def case_of(
         model_option("A model of your own, in eval mode: what the function returns.", "FILE.py:FUNCTION"),
     ] = None,
     checkpoint: Annotated[
-        Path | None, model_option("A state_dict to load into the model.", "FILE", exists=True, dir_okay=False)
+        Path | None,
+        model_option("The model's state_dict, or a converted model's.", "FILE", exists=True, dir_okay=False),
     ] = None,
     input: Annotated[
         str | None,
@@ -201,11 +202,13 @@ def recurrent(
 
 
 def own_model(name: str, checkpoint: Path | None, input: str | None) -> "Subject":
-    from factorlayer.cli.subject import Own, load_checkpoint, make_model, parse_shape, sample_shape
+    from factorlayer.cli.subject import Own, make_model, parse_shape, sample_shape
 
     module = worded("--model", lambda: make_model(name))
     if checkpoint is not None:
-        worded("--checkpoint", lambda: load_checkpoint(module, checkpoint))
+        from factorlayer.cli.models import load
+
+        load(module, checkpoint)
     given = None if input is None else worded("--input", lambda: parse_shape(input))
     shape = worded("--model", lambda: sample_shape(module, given))
     return Own(module, shape, name, None if checkpoint is None else str(checkpoint))

@@ -35,14 +35,19 @@ def model_of(name: str, checkpoint: Path | None, device: str | None) -> nn.Modul
     """What the function makes, with what the file holds: converted as it says, if it is of a converted model."""
     model = worded("--model", lambda: make_model(name))
     if checkpoint is not None:
-        require_safetensors("--checkpoint", checkpoint)
-        worded("--checkpoint", lambda: _load(model, checkpoint))
+        load(model, checkpoint)
     if device is not None:
         try:
             model.to(device)
         except (RuntimeError, AssertionError) as error:
             refuse("--device", f"the model cannot be moved to {device}: {str(error).splitlines()[0]}")
     return model
+
+
+def load(model: nn.Module, path: Path) -> None:
+    """What --checkpoint names, into a model, which it converts if the file is of a converted one."""
+    require_safetensors("--checkpoint", path)
+    worded("--checkpoint", lambda: _load(model, path))
 
 
 def _load(model: nn.Module, path: Path) -> None:

@@ -21,15 +21,9 @@ from torch.nn.utils import parametrize
 
 from factorlayer.autograd.layer_ops import is_sharded
 from factorlayer.layers import FactorLinear
-from factorlayer.stacks.stack import RunsAsStacks, is_foreign
+from factorlayer.stacks.stack import STATE_HOOKS, RunsAsStacks, is_foreign
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
-STATE_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 ORIGIN = "_origin"  # of a FactorLinear that convert made: what it was
 
 
@@ -114,11 +108,17 @@ def count_of(module: nn.Module) -> int:
 
 
 class Sharing:
-    """Which parameters several modules of a model have, or have in the same memory."""
+    """Which parameters several modules of a model have, or have in the same memory, and which modules they keep beside
+    their parts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: dict[object, list[tuple[int, str]]] = {}
+        self._kept: dict[int, str] = {}
         for name, module in model.named_modules():
+            for own_name, value in vars(module).items():
+                if own_name != "_modules":
+                    where = f"{type(module).__name__}.{own_name}"
+                    self._kept |= dict.fromkeys(map(id, _modules_in(value)), where)
             for own_name, parameter in module._parameters.items():
                 if parameter is not None:
                     owner = id(module), f"{name}.{own_name}".lstrip(".")
@@ -127,6 +127,18 @@ class Sharing:
     def others(self, module: nn.Module, parameter: Tensor) -> list[str]:
         """The names that a parameter has in other modules."""
         return [name for owner, name in self._owners.get(memory_of(parameter), []) if owner != id(module)]
+
+    def where_kept(self, module: nn.Module) -> str | None:
+        """The attribute, such as a list, in which a module has it beside its parts."""
+        return self._kept.get(id(module))
+
+
+def _modules_in(value: Any, levels: int = 3) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif levels and isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(each, levels - 1)
 
 
 def memory_of(parameter: Tensor) -> object:
@@ -180,7 +192,7 @@ def why_left(place: Place, sharing: Sharing, owners: dict[int, str]) -> str | No
         return f"{owners[id(module)]}: convert the model first"
     if not place.parents:
         return "it is the model itself, which nothing holds: FactorLinear.from_linear makes a layer of one nn.Linear"
-    return _why_no_dense(module) or _why_not_alone(module) or _why_weight(module, sharing)
+    return _why_no_dense(module) or _why_not_alone(module) or _why_kept(module, sharing) or _why_weight(module, sharing)
 
 
 def _why_no_dense(module: nn.Module) -> str | None:
@@ -215,6 +227,11 @@ def _why_not_alone(module: nn.Module) -> str | None:
     if hooks:
         return f"it has hooks on its state_dict ({', '.join(hooks)}), which know its weight by name: remove them"
     return None
+
+
+def _why_kept(module: nn.Module, sharing: Sharing) -> str | None:
+    where = sharing.where_kept(module)
+    return where and f"{where} has it as well, where it would stay dense: have an nn.ModuleList there, then convert"
 
 
 def _why_weight(module: nn.Module, sharing: Sharing) -> str | None:

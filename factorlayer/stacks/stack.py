@@ -586,11 +586,14 @@ class RunsAsStacks(nn.Module):
         return any(stack.frozen is not None for stack in self.stacks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        self._apply_to_parameters(fn, recurse)
         for stack in self.stacks:
             if stack.frozen is not None:
                 stack.frozen.apply(fn)
         return self
+
+    def _apply_to_parameters(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        super()._apply(fn, recurse)
 
 
 def freeze(module: Module) -> Module:
@@ -680,6 +683,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
+STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 def is_hooked(module: nn.Module) -> bool:
