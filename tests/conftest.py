@@ -7,8 +7,10 @@ FACTORLAYER_TEST_SHARE=4 has one case in four of each test with more than a few,
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import importlib
 import itertools
 import os
 import random
@@ -71,6 +73,21 @@ def draw(names: list[str], number: str) -> set[str]:
 
     found = {name for name in names if len(names) <= FEW_CASES or place(name) % SHARE == 0}
     return found or {min(names, key=place)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes of a run of all tests begin with different files: pytest rewrites a file's assertions for the first one
+    that imports it and keeps that for the others, which would all do the same at once."""
+    given = getattr(session.config, "workerinput", None)
+    here = Path(__file__).parent
+    if given is None or [session.config.invocation_params.dir / path for path in session.config.args] != [here]:
+        return
+    files = sorted(here.glob("test_*.py"))
+    first = int(given["workerid"].removeprefix("gw")) * len(files) // given["workercount"]
+    for path in (*files[first:], *files[:first]):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # which come again where pytest collects the file
+            importlib.import_module(path.stem)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

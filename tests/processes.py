@@ -12,9 +12,17 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 RANKS = 2
-# What processes begin with: one that has imported these forks them
+# What processes begin with: one that has imported these forks them. PyTorch itself imports the last two in each process
+# that shards a model or has an optimizer, and in each that compiles something: 1 s and 2 s.
 multiprocessing.set_forkserver_preload(
-    ["factorlayer.parallel", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel"]
+    [
+        "factorlayer.parallel",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel",
+        "torch._dynamo",
+        "torch._inductor.pattern_matcher",
+    ]
 )
 
 

@@ -206,7 +206,7 @@ def test_a_gpu_goes_step_by_step_where_that_is_predicted_faster(
 
 
 LINEAR = nn.Linear(12, 20).double().requires_grad_(False)
-X = torch.randn(3, 12, dtype=torch.float64)
+X = torch.randn(3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def with_hook() -> nn.Module:

@@ -41,7 +41,7 @@ print((resident() - before) / (x.numel() * x.element_size()))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "training"])
-@pytest.mark.parametrize(("factors", "batch"), [((64, 64, 64), 2), ((32, 32), 2048)], ids=["64³", "32²"])
+@pytest.mark.parametrize(("factors", "batch"), [((64, 64, 64), 1), ((32, 32), 512)], ids=["64³", "32²"])
 def test_calls_leave_nothing_behind(factors: tuple[int, ...], batch: int, backward: bool) -> None:
     """A call that kept its output would grow by 60 of them."""
     arguments = repr((factors, batch, backward))
