@@ -49,7 +49,7 @@ class Tensors:
         to: dict[str, Any] = {"dtype": DTYPES[dtype], "device": workload.device}
         x = torch.randn(workload.batch, inputs, **to).requires_grad_()
         grad_y = torch.randn(workload.batch, outputs, **to)
-        # Scaled by the summands of each contraction: no dtype overflows. A layer's bias is as large as what it is added to.
+        # Scaled by the summands of each contraction: no dtype overflows. A layer's bias is as large as its sums.
         scales = [1 if len(s) == 1 and not isinstance(workload, Block) else s[-1] for s in _shapes(workload)]
         drawn = [torch.randn(s, **to).div_(math.sqrt(n)) for s, n in zip(_shapes(workload), scales, strict=True)]
         weights: list[Tensor] = [nn.Parameter(weight) for weight in drawn]

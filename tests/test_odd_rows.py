@@ -177,7 +177,7 @@ def test_the_largest_tilings_compile(text: str, dtype: str, usage_of: UsageOf) -
     for tiled in found[-3:]:
         usage = usage_of(tiled.source("kernel"), "kernel", "sm_90a", OPTIONS)
         assert "C75" not in usage.notes, usage
-        assert usage.frame <= 40, f"{tiled}: {usage}"
+        assert usage.frame <= 48, f"{tiled}: {usage}"
 
 
 @pytest.mark.parametrize(

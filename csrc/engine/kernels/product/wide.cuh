@@ -370,13 +370,13 @@ template <class Pass> struct Wide {
     if constexpr (FAST == 1) return i64(tile.slow) * Q + j;
     return i64(tile.slow) * FAST * Q + (i64(j / B) * FAST + fast) * B + j % B;
   }
-  // A bias is loaded before a group's products are made, which hide that, and added behind them. All rows have the same one
-  // (kAlike): a thread of 32 bits has two columns, and of 16 bits each lane has some pairs of columns, for all of its warp.
+  // A bias of which all rows have the same (kAlike): of 16 bits each lane has some pairs of columns, for all of its warp, and asks
+  // for them before a group's products are made, which hide that; of 32 bits a thread has two columns, and no register for them by then.
   static constexpr bool kAlike = Pass::OUTER == 1;
   static constexpr int kBiases = kPacked ? ceil_div(N, 64) : 1;
   using Biases = u32[kBiases][2][1];
-  DEVICE void load_biases([[maybe_unused]] Biases& bias, const Tile& tile, int group) const {
-    if constexpr (Pass::BIAS && kAlike) {
+  template <bool NOW> DEVICE void load_biases([[maybe_unused]] Biases& bias, const Tile& tile, int group) const {
+    if constexpr (NOW && Pass::BIAS && kAlike) {
       constexpr int kInner = Pass::BIAS_INNER;
       const int fast = tile.fast + group;
       UNROLL for (int i = 0; i < kBiases; ++i)
@@ -443,9 +443,10 @@ template <class Pass> struct Wide {
       return __uint_as_float(held[i]);
   }
   // Sums with bias and activation, rounded: two columns in a word, or one.
-  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, [[maybe_unused]] const Biases& bias) const {
+  DEVICE void finish(float (&sum)[N / 2], u32 (&held)[kPacked ? N / 4 : N / 2], const Tile& tile, int group, Biases& bias) const {
     const typename Pass::Activation activation(params);
     if constexpr (Pass::SCALED >= 0) scale_sums(sum, static_cast<const float*>(params.sums)[Pass::SCALED + 1]);
+    load_biases<!kPacked>(bias, tile, group);
     if constexpr (Pass::BIAS && kAlike)
       add_biases(sum, bias);
     else if constexpr (Pass::BIAS)
@@ -913,12 +914,12 @@ template <class Pass> struct Wide {
         float sum[N / 2];
         u32 made[N / 4];
         Biases bias;
-        load_biases(bias, tile, first + h);
+        load_biases<kPacked>(bias, tile, first + h);
         if constexpr (kShifted)
           add_up_shifted(sum, tile, weight_of(tile, tile.fast + first + h), at);
         else
           add_up(sum, at);
-        finish(sum, made, tile, bias);
+        finish(sum, made, tile, first + h, bias);
         runs.put(made, begin_of(tile, row_of(tile, 0, 0)) + first * B, h);
       }
       const i64 begin = begin_of(tile, row_at(tile, first_row)) + first * B;
@@ -949,7 +950,7 @@ template <class Pass> struct Wide {
       UNROLL for (int h = 0; h < HELD; ++h) {
         float sum[N / 2];
         Biases bias;
-        load_biases(bias, tile, h);
+        load_biases<kPacked>(bias, tile, h);
         if constexpr (Pass::SPLIT) {
           add_up_split(sum, tile, tile.fast + h, at);
           repair(sum, tile, tile.fast + h);
@@ -960,7 +961,7 @@ template <class Pass> struct Wide {
         }
         if constexpr (Pass::BESIDE >= 0 && Pass::PAIRED)
           if (h == 0) share_beside(held);
-        finish(sum, held[h], tile, bias);
+        finish(sum, held[h], tile, h, bias);
       }
       if constexpr (Pass::CLUSTER)
         exchange(held, tile, int((n - first_tile()) / blocks() & 1));
