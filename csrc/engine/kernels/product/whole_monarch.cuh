@@ -4,19 +4,19 @@
 //   dW0[k][(r, l), p] = sum_q W1[l][q, (k, r)] dW[(q, l), (k, p)]      dW1[l][q, (k, r)] = sum_p dW[(q, l), (k, p)] W0[k][(r, l), p]
 //
 // For each k and l these are products of matrices, of which a block has those of some groups: operands come to shared memory,
-// padded with zeros, its warps have tiles of the sums. All are summed in one order, and rounded once. Nothing here depends on
+// padded with zeros, and warps have tiles of the sums. All are summed in one order, and rounded once. Nothing here depends on
 // samples. In half precision, where products may be too small or too large, the dense weight is multiplied by a power of two, which
-// the largest of each weight tells, and whoever takes the samples divides by it.
+// the largest of each weight tells, and whoever takes the samples divides by it. Its gradient, whose sums may be beyond half
+// precision, is multiplied as tf32.
 //
-// kernels/product/whole_monarch.py writes the constants; Tile says what a block has:
+// kernels/product/whole_monarch.py writes the constants:
 //
-// Pass:  Math, Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R; PIECE_0 and PIECE_1 (numbers of
-//        them that are loaded at once), AT_K (groups k of a block)
-// of MonarchWeight:     Sums (the block's, of q's and p's), DEPTH (r's at once), AT_L (groups l), TURNED (whether the dense weight is
-//        [in][out]), STORE (bytes at once); in half precision SCALED and LARGEST (floats in what is prepared: the power of two and what
-//        takes it back, and what each of BLOCKS blocks of MonarchLargest has found), else -1
-// of MonarchGradients:  First and Second (a block's sums of r's and p's, and of q's and r's), DEPTH (q's or p's at once), PIECE
-//        (numbers of dW), OF_0 and OF_1 (where gradients begin)
+// Pass:  Math, Element, WEIGHT_0 and WEIGHT_1 (which parameters the weights are), K, P, L, Q, R, AT_K (groups k of a block), PIECE_0 and
+//        PIECE_1 (numbers of weights that are loaded at once); of MonarchWeight Sums (a block's Tile, of q's and p's), AT_L (its groups
+//        l), DEPTH (r's at once), TURNED (whether the dense weight is [in][out]), STORE (bytes at once), in half precision SCALED and
+//        LARGEST (floats in what is prepared: the power of two and what takes it back, and what each of BLOCKS blocks of
+//        MonarchLargest has found), else -1; of MonarchGradients First and Second (Tiles of r's and p's, and of q's and r's), DEPTH
+//        (q's or p's at once), PIECE (numbers of dW), OF_0 and OF_1 (where gradients begin)
 #pragma once
 #include "kernels/operands.cuh"
 #include "types/halves.cuh"
