@@ -37,9 +37,11 @@ DEPTHS = 16, 32, 64  # q's or p's that gradients' products sum over at once
 GROUPS = 1, 2, 4, 8, 16, 32, 64  # that a block has, about
 HELD_BY_L2 = 32 << 20  # bytes; of more, memory is waited for
 MOST_BYTES = 1 << 31
-# Instructions of a warp: for a tile of it, for pieces that are loaded and put down, for numbers that are rounded and
-# widened, and for two sums that are put down, as one or as two
-OF_TILE, OF_PIECE, OF_ROUNDED, OF_WIDENED, OF_PAIR, OF_TWO = 12, 10, 1, 2, 5, 8
+# Issue slots of a warp: for a tile of it, for pieces that are loaded and put down, for numbers that are rounded and
+# widened, and for two sums that are put down, as one or as two; and microseconds until a kernel has what it needs to
+# begin and all has left. Of 30 passes of ten layers on an H200 87 % are within 30 %.
+OF_TILE, OF_PIECE, OF_ROUNDED, OF_WIDENED, OF_PAIR, OF_TWO = 36, 30, 1, 2, 15, 24
+BEGIN_US = 3.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class OfBoth(Between):
         memory moves if L2 does not hold them."""
         sms = self.gpu.sms
         us = max(-(-blocks // sms) * busy, -(-blocks // (sms * self._together)) * (busy + alone))
-        return START_US + together(us, moved / (self.gpu.memory_bytes * sms) if moved > HELD_BY_L2 else 0.0)
+        return BEGIN_US + together(us, moved / (self.gpu.memory_bytes * sms) if moved > HELD_BY_L2 else 0.0)
 
     @property
     def _wait_us(self) -> float:
