@@ -1,29 +1,107 @@
-"""The dense weight of a Monarch layer, and both weights' gradients from that one's: whole_monarch.cuh."""
+"""The dense weight of a Monarch layer, and both weights' gradients from that one's: whole_monarch.cuh, its tiles.
+
+For each group k of the first contraction and l of the second both are products of matrices, by the matrix unit. Of 16
+bits, the dense weight's gradient is floats, of any range: its products are tf32's, as exact as half precision's.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
-from factorlayer.device.code import ELEMENT, Long, constants
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.code import ELEMENT, MATH, Long, constants, kinds
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.product.streamed import SECTOR
 from factorlayer.kernels.product.whole import START_US, THREADS, Between, Largest, WholeWeight
+from factorlayer.kernels.stages import INSTRUCTIONS, together
+from factorlayer.kernels.timing import waits_of
+from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
-WAYS, MOST_WAYS = 4, 16  # of these, for a column
-HELD, HELD_OF_MANY, FEW_GROUPS = 32, 16, 4  # q's that a block holds at once, for the first gradient
-MANY = 8  # blocks for a multiprocessor
-# A round of gradients' sums, with both its barriers. So 17 passes that took 1.5 to 42 us on one H100 are predicted
-# within 1.5 times, but for the shortest one.
-ROUND_US = 1.2
-AT_ONCE, AT_ONCE_OF_DOUBLES = 3, 2  # blocks of a multiprocessor that wait together, as they share its registers
-# Loads of a thread on their way: whole_monarch.cuh. Of first weights all, where they are no more than MOST_FIRST
-HELD_TOGETHER, FIRST_TOGETHER, MOST_FIRST, TILES_TOGETHER = 8, 16, 24, 12
+Of = TypeVar("Of", "MonarchWeight", "MonarchGradients")
+
+WARPS = THREADS // 32
+# Registers of a thread beside sums and operands, and for each of a warp's tiles; blocks of a multiprocessor by how many
+# their threads have
+OTHER_REGISTERS, OF_PLACES = {"float64": 56, "float32": 50, "tf32": 44}, 6
+AT_ONCE = {80: 3, 128: 2}
+MOST_HELD = 144, 72, 32, 16  # of q's and p's, tiles that are tried
+MOST_TERMS, MOST_RANKS = 64, 64  # r's that a weight's products sum over at once, and that gradients have
+DEPTHS = 16, 32, 64  # q's or p's that gradients' products sum over at once
+GROUPS = 1, 2, 4, 8, 16, 32, 64  # that a block has, about
+HELD_BY_L2 = 32 << 20  # bytes; of more, memory is waited for
 MOST_BYTES = 1 << 31
-# Instructions for each product: by columns, a load for HEIGHT of them and one for four; by tiles, three loads for two
-BY_COLUMNS, BY_TILES = 1.7, 3.5
+# Issue slots of a warp: for a tile of it, for pieces that are loaded and put down, for numbers that are rounded and
+# widened, and for two sums that are put down, as one or as two; and microseconds until a kernel has what it needs to
+# begin and all has left. Of 30 passes of ten layers on an H200 87 % are within 30 %.
+OF_TILE, OF_PIECE, OF_ROUNDED, OF_WIDENED, OF_PAIR, OF_TWO = 36, 30, 1, 2, 15, 24
+BEGIN_US = 3.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sums of a block: of some groups at once, m x n of each, of which its warps have tiles of 16 mt x 8 nt."""
+
+    groups: int
+    m: int
+    n: int
+    mt: int
+    nt: int
+
+    def __str__(self) -> str:
+        return f"Tile<{self.groups}, {self.m}, {self.n}, {self.mt}, {self.nt}>"
+
+    @property
+    def rows(self) -> int:
+        return round_up(self.m, 16 * self.mt)
+
+    @property
+    def columns(self) -> int:
+        return round_up(self.n, 8 * self.nt)
+
+    @property
+    def each(self) -> int:
+        """Tiles of a warp."""
+        return -(-self.groups * self.rows * self.columns // (128 * self.mt * self.nt * WARPS))
+
+    def registers(self, dtype: str) -> int:
+        """Of a thread, about: split floats have sums of high and of low parts beside the others, and two of each
+        operand, of two steps."""
+        words, some = 2 if dtype == "float64" else 1, min(self.nt, 2 if dtype == "float32" else 4)
+        operands = words * (4 * self.mt + 2 * some)
+        if dtype == "float32":
+            operands = 16 * self.mt + 4 * some + 4 * self.mt * (self.nt + some)
+        sums = 4 * self.mt * self.nt * self.each * words
+        return sums + operands + OF_PLACES * self.each + OTHER_REGISTERS.get(dtype, OTHER_REGISTERS["tf32"])
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines that a block moves, of so many numbers, by pieces of some; numbers of `size` bytes, which take so many
+    instructions each beside."""
+
+    lines: int
+    numbers: int
+    piece: int
+    size: int
+    beside: int = 0
+
+    @property
+    def issued(self) -> float:
+        """Instructions of warps."""
+        pieces = -(-self.numbers // self.piece)
+        across = min(32, 128 // (self.piece * self.size), 1 << (pieces - 1).bit_length())
+        return self.lines * round_up(pieces, across) / 32 * (OF_PIECE + self.beside * self.piece)
+
+    @property
+    def bytes(self) -> int:
+        return self.lines * self.numbers * self.size
 
 
 @dataclass(frozen=True)
@@ -35,9 +113,20 @@ class OfBoth(Between):
     dtype: str
     gpu: Gpu
 
+    if TYPE_CHECKING:
+
+        @property
+        def math(self) -> str:
+            """The dtype of its products."""
+
     @property
     def rank(self) -> int:
         return self.first.q // self.second.inner
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Groups of the first contraction and numbers of each, the same of the second one, and the rank."""
+        return self.first.outer, self.first.p, self.second.inner, self.second.q, self.rank
 
     @property
     def features(self) -> tuple[int, int]:
@@ -48,38 +137,63 @@ class OfBoth(Between):
         """Whether it fits in a block's shared memory, and, as a weight whose end is counted in ints, in memory."""
         return self.shared <= self.gpu.shared and self.elements * self._sum_bytes < MOST_BYTES
 
-    @property
-    def _groups(self) -> int:
-        """Groups of the first contraction that a block's columns are of."""
-        return min(self.first.outer, -(-(self._columns - 1) // self.first.p) + 1)
+    if TYPE_CHECKING:
 
-    @property
-    def ways(self) -> int:
-        """Threads for a column."""
-        return WAYS
-
-    @property
-    def _columns(self) -> int:
-        """Columns of a block."""
-        return THREADS // self.ways
-
-    @property
-    def _across(self) -> int:
-        return -(-self.features[0] // self._columns)
-
-    def _lines(self, height: int) -> list[str]:
-        numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight, "HEIGHT": height, "R": self.rank}
-        numbers["WAYS"] = self.ways
-        numbers |= {"K": self.first.outer, "P": self.first.p, "L": self.second.inner, "Q": self.second.q}
-        return constants({"Element": ELEMENT[self.dtype], **numbers})
+        @property
+        def registers(self) -> int:
+            """Of a thread, about."""
 
     @property
     def blocks(self) -> int:
-        return AT_ONCE_OF_DOUBLES if self.dtype == "float64" else AT_ONCE
+        return next(blocks for most, blocks in AT_ONCE.items() if self.registers <= most)
 
-    def _turns(self) -> float:
-        """Rounds of as many blocks as the multiprocessors have at once."""
-        return self.split / (self.blocks * self.gpu.sms)
+    @property
+    def step(self) -> int:
+        """The size that one product of the matrix unit sums over."""
+        return 16 if self.math in ("bfloat16", "float16") else 8
+
+    def _stride(self, numbers: int) -> int:
+        """From a row of operands to the next: operands.cuh."""
+        return numbers + (8 if self.step == 16 else 4)
+
+    def _piece(self, *numbers: int, size: int = 0) -> int:
+        """Numbers that are moved at once, in rows of so many."""
+        return math.gcd(16 // (size or self.size), *numbers)
+
+    def _busy_us(self, tile: Tile, depth: int, loads: Iterable[Lines], issued: float, moved: float) -> float:
+        """Microseconds of a multiprocessor for a block that sums over so much at once: `issued` and `moved` is what
+        else it does, in instructions, and in bytes from L2."""
+        gpu, steps, tiles = self.gpu, depth // self.step, tile.each * WARPS
+        of_a, of_b, of_product = INSTRUCTIONS[self.math]
+        size = 2 if self.step == 16 else self._sum_bytes
+        each = steps * (tile.mt * of_a + tile.nt * of_b + tile.mt * tile.nt * of_product) + OF_TILE
+        issued += tiles * each + sum(load.issued for load in loads)
+        loaded = sum(load.bytes for load in loads)
+        read = tiles * (16 * tile.mt + 8 * tile.nt) * depth * size
+        multiply = 2 * 128 * tile.mt * tile.nt * tiles * depth / gpu.flops[self.math]
+        issue = issued * waits_of(WARPS * self._together) / gpu.instructions
+        return together(multiply, (read + 2 * loaded) / gpu.shared_bytes, issue, (loaded + moved) / gpu.l2_bytes)
+
+    @property
+    def _together(self) -> int:
+        """Blocks that a multiprocessor has at once."""
+        return max(1, min(self.blocks, (self.gpu.shared + 1024) // (self.shared + 1024)))
+
+    def _us_of(self, blocks: int, busy: float, alone: float, moved: int) -> float:
+        """Of so many blocks, with what one takes of a multiprocessor and what it waits for; `moved` bytes are what
+        memory moves if L2 does not hold them."""
+        sms = self.gpu.sms
+        us = max(-(-blocks // sms) * busy, -(-blocks // (sms * self._together)) * (busy + alone))
+        return BEGIN_US + together(us, moved / (self.gpu.memory_bytes * sms) if moved > HELD_BY_L2 else 0.0)
+
+    @property
+    def _wait_us(self) -> float:
+        """Of what is loaded before it is multiplied."""
+        return self.gpu.rates.wait_us + 2 * self.gpu.rates.sync_us
+
+    def _lines(self) -> list[str]:
+        numbers = {"WEIGHT_0": self.first.weight, "WEIGHT_1": self.second.weight}
+        return constants(numbers | dict(zip("KPLQR", self.sizes, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -108,56 +222,129 @@ class MonarchLargest(Largest):
 
 @dataclass(frozen=True)
 class MonarchWeight(OfBoth, WholeWeight):
-    """The pass that makes the dense weight."""
+    """The pass that makes the dense weight: blocks have `k` groups of the first contraction and `others` of the
+    second."""
 
-    turned: bool = False
+    turned: bool
+    tile: Tile
+    k: int
+    others: int
 
     largest = MonarchLargest
 
     @property
-    def _is_apart(self) -> bool:
-        """Whether groups take turns in its rows: then a block has several groups."""
-        return self.turned and self.second.inner > 1
+    def math(self) -> str:
+        return self.dtype
 
     @property
-    def ways(self) -> int:
-        groups = self.second.inner
-        return (WAYS if groups <= WAYS else 8 if groups <= 8 else MOST_WAYS) if self._is_apart else WAYS
+    def registers(self) -> int:
+        return self.tile.registers(self.dtype)
 
     @property
-    def height(self) -> int:
-        return 8 if self.second.q > (4 if self._is_apart else 4 * WAYS) else 4
+    def depth(self) -> int:
+        """r's that are summed over at once."""
+        return self.rank if self.rank <= MOST_TERMS else MOST_TERMS
+
+    @property
+    def _padded(self) -> int:
+        return round_up(self.depth, self.step)
+
+    @property
+    def _pieces(self) -> tuple[int, int]:
+        """Numbers of either weight that are loaded at once."""
+        return self._piece(self.first.p, self._of_p), self._piece(self.rank, self.depth)
+
+    @property
+    def _of_p(self) -> int:
+        """Columns that one block's lie behind another's."""
+        return self.tile.n if self.tile.n < self.first.p else self.first.p
+
+    @property
+    def store(self) -> int:
+        """Bytes of an access to the dense weight."""
+        p, q = self.features
+        if not self.turned:
+            return self.size * (
+                self._piece(p, self.k * self.first.p) if self.k > 1 else self._piece(self.first.p, self._of_p)
+            )
+        groups, rows = self.second.inner, min(self.tile.m, self.second.q)
+        return self.size * (self._piece(groups, self.others) if self.others < groups else self._piece(q, rows * groups))
+
+    @property
+    def _runs(self) -> tuple[int, int]:
+        """Lines of a block's results, and numbers that lie side by side in each."""
+        rows, columns, groups = self.tile.m, self.k * self.tile.n, self.second.inner
+        if not self.turned:
+            return rows, columns
+        return (columns, rows * groups) if self.others == groups else (columns * rows, self.others)
 
     @property
     def shared(self) -> int:
-        held = self._groups * self.rank * (self.ways * self.height * self._sum_bytes + 16)
-        return max(held, THREADS * self.height * self.size + max(4, self.size) * self._columns if self._is_apart else 0)
+        tile = self.tile
+        across = tile.columns + 4 if self.size == 8 else round_up(tile.columns, 16) + 8
+        operands = tile.groups * (tile.rows * self._stride(self._padded) + self._padded * across) * self.size
+        lines, run = self._runs
+        if self.turned and self.others < self.second.inner:
+            lines, run = lines // tile.m, run * tile.m
+        results = lines * (-(-run * self.size // 16) | 1) * 16
+        return max(operands, results) if tile.groups == self.k * self.others else operands + results
+
+    @property
+    def _blocks(self) -> int:
+        groups, p, others, q, _ = self.sizes
+        return -(-groups // self.k) * -(-p // self.tile.n) * -(-others // self.others) * -(-q // self.tile.m)
 
     @property
     def split(self) -> int:
-        groups, q = self.second.inner, self.second.q
-        if self._is_apart:
-            return min(self._across * -(-groups // self.ways) * -(-q // self.height), MOST_BLOCKS)
-        return min(self._across * groups * -(-q // (self.ways * self.height)), MOST_BLOCKS)
+        return min(self._blocks, MOST_BLOCKS)
 
     @property
     def us(self) -> float:
-        held = self.ways * self.height * self._groups * self.rank / (THREADS * HELD_TOGETHER)
-        rounds = math.ceil(held) + (1 if self.rank <= MOST_FIRST else math.ceil(self.rank / FIRST_TOGETHER))
-        waits = self.gpu.rates.wait_us * rounds * max(1.0, self._turns())
-        stored = self._moved_us(self.bytes)
-        return START_US + self._issued_us(self.elements * self.rank * BY_COLUMNS) + waits + stored
+        tile, size, depth = self.tile, self.size, self._padded
+        turns, chunks = -(-self.k * self.others // tile.groups), -(-self.rank // self.depth)
+        of_p, of_r = self._pieces
+        rounded = OF_ROUNDED if self.math == "tf32" else 0
+        loads = (
+            Lines(tile.groups * tile.rows, depth, of_r, size, rounded),
+            Lines(tile.groups * depth, tile.columns, of_p, size, rounded),
+        )
+        lines, run = self._runs
+        pieces = Lines(lines, run, self.store // size, size)
+        paired = not self.turned and tile.n % 2 == 0
+        put_down = tile.each * WARPS * tile.mt * tile.nt * 2 * (OF_PAIR if paired else OF_TWO)
+        sectors = 1 + (SECTOR - math.gcd(SECTOR, run * size)) / (run * size)  # a run's ends are parts of sectors
+        each = turns * chunks * self._busy_us(tile, depth, loads, put_down, 0)
+        put = 2 * pieces.bytes / self.gpu.shared_bytes, pieces.issued / self.gpu.instructions
+        busy = each + together(*put, sectors * pieces.bytes / self.gpu.l2_bytes)
+        return self._us_of(self._blocks, busy, turns * chunks * self._wait_us + self.gpu.rates.wait_us, self.bytes)
 
     @property
     def told(self) -> list[str]:
-        return self._lines(self.height) + constants({"TURNED": self.turned} | self._told_places)
+        of_p, of_r = self._pieces
+        told: dict[str, int | str] = {"Sums": str(self.tile), "PIECE_0": of_p, "PIECE_1": of_r, "DEPTH": self.depth}
+        told |= {"AT_K": self.k, "AT_L": self.others, "TURNED": self.turned, "STORE": self.store}
+        return kinds(self.dtype) + self._lines() + constants(told | self._told_places)
 
 
 @dataclass(frozen=True)
 class MonarchGradients(OfBoth):
-    """The pass that makes gradients of both weights, from sums that are the dense weight's."""
+    """The pass that makes gradients of both weights, from sums that are the dense weight's: blocks have `k` groups of
+    the first contraction, and of the first weight r's and p's, of the second one q's and r's."""
+
+    of_first: Tile
+    of_second: Tile
+    k: int
+    depth: int
 
     reads, writes = "s2", "w"
+
+    @property
+    def math(self) -> str:
+        return "tf32" if self.size == 2 else self.dtype
+
+    @property
+    def registers(self) -> int:
+        return max(self.of_first.registers(self.math), self.of_second.registers(self.math))
 
     @property
     def weights(self) -> int:
@@ -167,73 +354,53 @@ class MonarchGradients(OfBoth):
         return (self.weights * self.size,)
 
     @property
-    def height(self) -> int:
-        """Numbers r of a thread."""
-        return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
-
-    @property
-    def held(self) -> int:
-        """q's that a block holds at once, for the first gradient."""
-        return HELD if self._groups <= FEW_GROUPS else HELD_OF_MANY
-
-    @property
-    def across(self) -> int:
-        """Threads of neighbouring r's."""
-        return 4 if self.rank <= 4 else 8 if self.rank <= 8 else 16
-
-    @property
-    def down(self) -> int:
-        """Threads of neighbouring q's: others have neighbouring groups, if there are so many."""
-        most, down = self.threads // self.across, 4
-        while down < most and (2 * down < self.second.q or most // down > self.first.outer):
-            down *= 2
-        return down
-
-    @property
-    def mine(self) -> int:
-        """q's of a thread: more, where there are blocks enough."""
-        return 4 if 2 * self.down < self.second.q and self._blocks(2) > MANY * self.gpu.sms else 2
-
-    @property
-    def long(self) -> int:
-        """p's that a block holds at once."""
-        return 8 if self.first.p <= 8 else 16 if self.first.p <= 16 else 32
-
-    @property
-    def _side(self) -> int:
-        """Groups of the first contraction, of a block for the second gradient."""
-        return self.threads // (self.across * self.down)
-
-    @property
-    def _tile_r(self) -> int:
-        return self.across * (2 if self.rank > self.across else 1)
-
-    def _blocks(self, mine: int) -> int:
-        """Blocks for the second gradient."""
-        groups = -(-self.first.outer // self._side) * self.second.inner
-        return groups * -(-self.second.q // (mine * self.down)) * -(-self.rank // self._tile_r)
-
-    @property
     def shared(self) -> int:
-        by_columns = max(self.held * self._groups * self.height, self.height * self.threads)
-        by_tiles = self._side * (self.mine * self.down + self._tile_r) * (self.long + 1)
-        return max(by_columns, by_tiles) * self._sum_bytes
+        first, second, depth = self.of_first, self.of_second, self.depth
+        of_first = depth * (self._stride(first.rows) + self._stride(first.columns))
+        of_second = (second.rows + second.columns) * self._stride(depth)
+        return self.k * max(of_first, of_second) * self._sum_bytes
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """Blocks of either weight."""
+        groups, p, others, q, rank = self.sizes
+        all_groups = -(-groups // self.k) * others
+        first, second = self.of_first, self.of_second
+        of_first = -(-rank // first.m) * -(-p // first.n)
+        return all_groups * of_first, all_groups * -(-q // second.m) * -(-rank // second.n)
 
     @property
     def split(self) -> int:
-        of_first = self._across * self.second.inner * -(-self.rank // self.height)
-        return min(of_first + self._blocks(self.mine), MOST_BLOCKS)
+        return min(sum(self._counts), MOST_BLOCKS)
+
+    @property
+    def _pieces(self) -> tuple[int, int, int]:
+        """Numbers of either weight, and of the dense one's sums, that are loaded at once."""
+        p = self.first.p
+        return self._piece(p), self._piece(self.rank, self.of_first.m), self._piece(p, size=self._sum_bytes)
 
     @property
     def us(self) -> float:
-        read = self._moved_us(2 * self.elements * self._sum_bytes)
-        loads = self._side * (self.mine * self.down + self._tile_r) * self.long / (self.threads * TILES_TOGETHER)
-        of_first = 1 + math.ceil(self.second.q / self.held)
-        of_second = 1 + math.ceil(self.first.p / self.long) * math.ceil(loads)
-        share = self._blocks(self.mine) / self.split
-        rounds = max(of_first, of_second, ((1 - share) * of_first + share * of_second) * self._turns())
-        issued = self._issued_us(self.elements * self.rank * (BY_COLUMNS + BY_TILES))
-        return START_US + issued + read + ROUND_US * rounds
+        _, p, _, q, _ = self.sizes
+        of_p, of_r, of_sums = self._pieces
+        size, sums, rounded = self.size, self._sum_bytes, OF_ROUNDED if self.math == "tf32" else 0
+        widened = OF_WIDENED if size == 2 else rounded
+        first, second, depth = self.of_first, self.of_second, self.depth
+        busy = alone = 0.0
+        for tile, length, count in ((first, q, self._counts[0]), (second, p, self._counts[1])):
+            if tile is first:
+                weights = Lines(self.k * depth, tile.rows, of_r, size, widened)
+                dense = Lines(self.k * depth, tile.columns, of_sums, sums, rounded)
+            else:
+                weights = Lines(self.k * tile.columns, depth, of_p, size, widened)
+                dense = Lines(self.k * tile.rows, depth, of_sums, sums, rounded)
+            chunks = -(-length // depth)
+            stored = tile.each * WARPS * tile.mt * tile.nt * 4
+            last = stored / 2 * OF_TWO / self.gpu.instructions + stored * 32 * size / self.gpu.l2_bytes
+            busy += count * (chunks * self._busy_us(tile, depth, (weights, dense), 0, 0) + last)
+            alone += count * (chunks * self._wait_us + self.gpu.rates.wait_us)
+        count = sum(self._counts)
+        return self._us_of(count, busy / count, alone / count, self.elements * self._sum_bytes)
 
     title = "gradients of both weights"
 
@@ -245,17 +412,81 @@ class MonarchGradients(OfBoth):
     @property
     def told(self) -> list[str]:
         first, second = self.first, self.second
+        of_p, of_r, of_sums = self._pieces
+        told: dict[str, int | str] = {"First": str(self.of_first), "Second": str(self.of_second)}
+        told |= {"Math": MATH[self.math], "Element": ELEMENT[self.dtype], "AT_K": self.k, "DEPTH": self.depth}
+        told |= {"PIECE_0": of_p, "PIECE_1": of_r, "PIECE": of_sums}
         of = {"OF_0": first.weight * second.weight_size, "OF_1": second.weight * first.weight_size}
-        told = {"ACROSS": self.across, "DOWN": self.down, "MINE": self.mine, "LONG": self.long, "HELD": self.held}
-        return self._lines(self.height) + constants(told | {key: Long(value) for key, value in of.items()})
+        return self._lines() + constants(told | {key: Long(value) for key, value in of.items()})
 
 
 def weight(chain: Chain, dtype: str, gpu: Gpu, turned: bool = False) -> MonarchWeight:
-    first, second = chain.contractions
-    return MonarchWeight(first, second, dtype, gpu, turned)
+    """The tiling that is fastest by prediction."""
+    return _weight(*chain.contractions, dtype, gpu, turned)
+
+
+@functools.lru_cache(1024)
+def _weight(first: Contraction, second: Contraction, dtype: str, gpu: Gpu, turned: bool) -> MonarchWeight:
+    groups, others, apart = first.outer, second.inner, turned and second.inner > 1
+    found = []
+    for m, n in itertools.product(_shares(second.q), _shares(first.p)):
+        most_k = groups if n >= first.p else 1
+        for k, of_others in itertools.product(_balanced(most_k), _balanced(others) if apart else (1,)):
+            if apart and k > 1 and of_others < others:  # first of all what takes turns in a row
+                continue
+            for tile in _tiles(k * of_others, m, n, dtype):
+                found.append(MonarchWeight(first, second, dtype, gpu, turned, tile, k, of_others))
+    return _fastest(found)
 
 
 def parts(chain: Chain, dtype: str, gpu: Gpu, begin: int) -> tuple[MonarchGradients, ...]:
     """The pass that makes both gradients of the dense weight's, and needs no memory."""
-    first, second = chain.contractions
-    return (MonarchGradients(first, second, dtype, gpu),)
+    return (_gradients(*chain.contractions, dtype, gpu),)
+
+
+@functools.lru_cache(1024)
+def _gradients(first: Contraction, second: Contraction, dtype: str, gpu: Gpu) -> MonarchGradients:
+    dtype_of = "tf32" if ELEMENT_BYTES[dtype] == 2 else dtype
+    r = _shares(first.q // second.inner, (MOST_RANKS,))[0]
+    depths = [depth for depth in DEPTHS if depth == DEPTHS[0] or depth < 2 * max(first.p, second.q)]
+    found = []
+    for k, p, q in itertools.product(_balanced(first.outer), _shares(first.p), _shares(second.q)):
+        for tiles in itertools.product(_tiles(k, r, p, dtype_of), _tiles(k, q, r, dtype_of)):
+            if tiles[0].groups == tiles[1].groups == k:
+                found += [MonarchGradients(first, second, dtype, gpu, *tiles, k, depth) for depth in depths]
+    return _fastest(found)
+
+
+def _fastest(found: list[Of]) -> Of:
+    """Of those that fit, if there are any."""
+    return min([each for each in found if each.fits] or found, key=lambda each: each.us)
+
+
+def _shares(n: int, most: Iterable[int] = MOST_HELD) -> list[int]:
+    """Equal parts of so many numbers: whole eights, or all of them."""
+    return sorted({min(n, round_up(-(-n // -(-n // each)), 8)) for each in most}, reverse=True)
+
+
+def _balanced(n: int) -> list[int]:
+    """Groups of a block, of which all have about as many."""
+    return sorted({-(-n // -(-n // each)) for each in GROUPS if each < 2 * n})
+
+
+def _tiles(groups: int, m: int, n: int, dtype: str) -> list[Tile]:
+    """For each number of blocks that share a multiprocessor's registers."""
+    return list(dict.fromkeys(tile for most in AT_ONCE if (tile := _tile(groups, m, n, dtype, most))))
+
+
+@functools.lru_cache(4096)
+def _tile(groups: int, m: int, n: int, dtype: str, most: int) -> Tile | None:
+    """The most groups at once whose sums so many registers hold, in the tiles that take the fewest instructions."""
+    of_a, of_b, of_product = INSTRUCTIONS[dtype]
+    for some in dict.fromkeys((groups, *(each for each in reversed(GROUPS) if each < groups))):
+        found = []
+        for mt, nt in itertools.product((2, 1), (6, 5, 4, 3, 2, 1)):
+            tile = Tile(some, m, n, mt, nt)
+            if tile.registers(dtype) <= most:
+                found.append((tile.each * (mt * of_a + nt * of_b + mt * nt * of_product + OF_TILE / 4), -mt * nt, tile))
+        if found:
+            return min(found, key=lambda way: way[:2])[2]
+    return None
