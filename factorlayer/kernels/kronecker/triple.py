@@ -23,7 +23,6 @@ DTYPES = ("tf32", "bfloat16", "float16")
 LARGEST = 128
 CLUSTER = 8  # blocks, backward
 COPY_REGISTERS = {2: 32, 4: 40}  # of a thread, by bytes of an element
-LEAST_WITH_BIAS = 80  # registers of a thread that contracts the first mode, which finds a bias of 16 bits in two places
 SLOT_BYTES = 8192
 START_US = 10.2
 STATE_US, KILOBYTE_US = (
@@ -78,8 +77,7 @@ class Triple(OfWork):
         """Registers of a thread that contracts the first mode: sums, operands, places."""
         _, _, q0, q1 = self.pair.sizes
         whole = self.mode.q == self.n and q0 % self.cluster == 0 and self.rows * q1 % 64 == 0
-        needed = round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
-        return max(needed, LEAST_WITH_BIAS) if self.work.bias and self.size == 2 else needed
+        return round_up(self.n // 2 + (48 if whole and self.size == 2 else 56 if whole else 64), 8)
 
     @property
     def registers(self) -> int:
