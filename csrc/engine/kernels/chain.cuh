@@ -223,18 +223,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     else
       return load_sum(from, Sum<Element>());
   }
-  DEVICE static void two_numbers(u32 from, Sum<Element> (&x)[2]) {
-    if constexpr (kSize == 8) {
-      load_f64x2(from, x[0], x[1]);
-    } else if constexpr (kSize == 4) {
-      u32 two[2];
-      load_u32x2(from, two);
-      UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(two[i]);
-    } else {
-      const u32 two = load_u32(from);
-      UNROLL for (int i = 0; i < 2; ++i) x[i] = widen(Element{u16(two >> i * 16)});
-    }
-  }
 
   // One contraction of a small mode, for which the matrix unit would multiply padding: a thread has a column, or two neighbours,
   // and all of the weight, or of each of some TERMS' that are summed, whose states are APART bytes from each other.
@@ -371,7 +359,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   template <bool TOGETHER> DEVICE static void two_beside(u32 place, int further, bool second_there, Sum<Element> (&grad)[2]) {
     if constexpr (Pass::BESIDE >= 0) {
       if constexpr (TOGETHER) {
-        two_numbers(place, grad);
+        load_two<Element>(place, grad);
       } else {
         grad[0] = number(place);
         if (second_there) grad[1] = number(place + further * kSize);
@@ -578,7 +566,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     const int column = corner<S>(tile).i + lane.t * 2;
     UNROLL for (int n = 0; n < S::NT; ++n) {
       Sum<Element> bias[2] = {};
-      if constexpr (End::BIAS) two_numbers(Base::template bias_address<S>(term) + (column + n * 8) * kSize, bias);
+      if constexpr (End::BIAS) load_two<Element>(Base::template bias_address<S>(term) + (column + n * 8) * kSize, bias);
       UNROLL for (int m = 0; m < S::MT; ++m)
         UNROLL for (int i = 0; i < 4; ++i) {
           const Sum<Element> made = activation.of(y[m][n][i] + bias[i % 2]);

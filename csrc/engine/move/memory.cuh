@@ -10,6 +10,20 @@ DEVICE void store_shared(u32 to, Pair<f16> x) { store_shared(to, x.bits); }
 DEVICE void store_shared(u32 to, Pair<float> x) { store_f32x2(to, x.x, x.y); }
 DEVICE void store_shared(u32 to, Pair<double> x) { store_f64x2(to, x.x, x.y); }
 
+// Two numbers that lie side by side there
+template <class Element> DEVICE void load_two(u32 from, Sum<Element> (&x)[2]) {
+  if constexpr (sizeof(Element) == 8) {
+    load_f64x2(from, x[0], x[1]);
+  } else if constexpr (sizeof(Element) == 4) {
+    u32 two[2];
+    load_u32x2(from, two);
+    UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(two[i]);
+  } else {
+    const u32 two = load_u32(from);
+    UNROLL for (int i = 0; i < 2; ++i) x[i] = number_of<Element>(&two, i);
+  }
+}
+
 // One like the second argument
 DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
 DEVICE double load_sum(u32 from, double) { return load_f64(from); }

@@ -124,23 +124,14 @@ template <class Pass> struct PairFew : Operands<typename Pass::Math, typename Pa
   DEVICE void finish(Sums& sums, u32 bias) const {
     UNROLL for (int m = 0; m < MT; ++m)
       UNROLL for (int n = 0; n < NT; ++n) {
-        if constexpr (Pass::BIAS)
-          UNROLL for (int i = 0; i < 4; i += 2) add_two(sums[m][n] + i, bias + ((m * 16 + i * 4) * kT + n * 8) * kSize);
+        if constexpr (Pass::BIAS) {
+          UNROLL for (int half = 0; half < 2; ++half) {
+            Real two[2];
+            load_two<Element>(bias + ((m * 16 + half * 8) * kT + n * 8) * kSize, two);
+            UNROLL for (int i = 0; i < 2; ++i) sums[m][n][half * 2 + i] += two[i];
+          }
+        }
         UNROLL for (int i = 0; i < 4; ++i) sums[m][n][i] = activation.of(sums[m][n][i]);
       }
-  }
-  static DEVICE void add_two(Real* sums, u32 from) {
-    if constexpr (kSize == 2) {
-      const u32 two = load_u32(from);
-      UNROLL for (int i = 0; i < 2; ++i) sums[i] += widen(Element{u16(two >> i * 16)});
-    } else if constexpr (kSize == 4) {
-      u32 two[2];
-      load_u32x2(from, two);
-      UNROLL for (int i = 0; i < 2; ++i) sums[i] += __uint_as_float(two[i]);
-    } else {
-      double two[2];
-      load_f64x2(from, two[0], two[1]);
-      UNROLL for (int i = 0; i < 2; ++i) sums[i] += two[i];
-    }
   }
 };

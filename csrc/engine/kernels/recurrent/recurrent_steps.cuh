@@ -105,7 +105,7 @@ template <class Pass> struct RecurrentSteps : UntiedProducts<RecurrentWalk<Pass>
   DEVICE void take(u32 step, int stream, const Two& two, Real (&x)[2]) const {
     const u32 from = stream_address(step, stream) + two.of_stream * kSize;
     if constexpr (Pass::PAIRED)
-      Base::two_numbers(from, x);
+      load_two<Element>(from, x);
     else
       UNROLL for (int i = 0; i < 2; ++i) x[i] = i == 0 || two.second ? Base::number(from + i * kSize) : Real(0);
   }

@@ -65,7 +65,7 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
       const u32 biases = Base::template bias_address<S>(0) + (Base::template corner<S>(tile).i + lane.t * 2) * kSize;
       UNROLL for (int n = 0; n < S::NT; ++n) {
         Real bias[2];
-        Base::two_numbers(biases + n * 8 * kSize, bias);
+        load_two<Element>(biases + n * 8 * kSize, bias);
         UNROLL for (int m = 0; m < S::MT; ++m)
           UNROLL for (int i = 0; i < 4; ++i) z[m][n][i] += bias[i % 2];
       }
@@ -102,7 +102,7 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
       sum_up<S>(z, tile, from);
       each_two<S>(tile, [&](int m, int n, int h, int row, int column, int place) {
         Real two[2];
-        Base::two_numbers(g + place, two);
+        load_two<Element>(g + place, two);
         UNROLL for (int i = 0; i < 2; ++i) {
           const bool here = (S::Q == End::Q || column + i < End::Q) && row < present;
           two[i] = here ? Math::rounded(End::Gradient::of(z[m][n][h * 2 + i], two[i])) : Real(0);
@@ -124,11 +124,11 @@ template <class Pass> struct StackBackward : ChainBackward<Pass> {
         Real two[2] = {y[m][n][h * 2], y[m][n][h * 2 + 1]};
         if constexpr (End::KEEPS) {
           Real slope[2];
-          Base::two_numbers(slopes + place, slope);
+          load_two<Element>(slopes + place, slope);
           UNROLL for (int i = 0; i < 2; ++i) two[i] *= slope[i];
         } else if constexpr (!is_same<typename End::Activation, identity>) {
           Real result[2];
-          Base::two_numbers(to + place, result);
+          load_two<Element>(to + place, result);
           UNROLL for (int i = 0; i < 2; ++i) two[i] = End::Back::of(two[i], result[i]);
         }
         UNROLL for (int i = 0; i < 2; ++i) {
