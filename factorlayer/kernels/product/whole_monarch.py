@@ -29,7 +29,7 @@ Of = TypeVar("Of", "MonarchWeight", "MonarchGradients")
 WARPS = THREADS // 32
 # Registers of a thread beside sums and operands, and for each of a warp's tiles; blocks of a multiprocessor by how many
 # their threads have
-OTHER_REGISTERS, OF_PLACES = {"float64": 56, "float32": 50, "tf32": 44}, 6
+OTHER_REGISTERS, OF_PLACES = {"float64": 56, "float32": 52, "tf32": 44}, 6
 AT_ONCE = {80: 3, 128: 2}
 MOST_HELD = 144, 72, 32, 16  # of q's and p's, tiles that are tried
 MOST_TERMS, MOST_RANKS = 64, 64  # r's that a weight's products sum over at once, and that gradients have
