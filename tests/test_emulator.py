@@ -2589,7 +2589,7 @@ FENCE_OF_SLABS = "if constexpr (!kPrepares) fence_copy_engine();  // or those wh
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
-STRIPS_IN_TURN = Case(kronecker((128, 128), (128, 128)), "float64", 1, SMALL)
+STRIPS_IN_TURN = Case(kronecker((128, 64), (128, 64)), "float64", 1, SMALL)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {

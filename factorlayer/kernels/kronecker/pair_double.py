@@ -57,13 +57,10 @@ class PairDouble(TakesTwoModes):
 
     def us_of(self, batch: int) -> float:
         p0, p1, q0, q1 = self.sizes
-        rows, columns = [round_up(n, 64) for n in (p0, q0)], round_up(q1, 16)
+        rows, columns = (round_up(n, 64) for n in (p0, q0)), round_up(q1, 16)
         products = sum(2 * m * columns * k for m, k in zip(rows, (p1, p0), strict=True)) / self.gpu.flops["float64"]
         memory = 8 * (p0 * p1 + q0 * q1) / (0.9 * self.gpu.memory_bytes)
-        busy = products + self.chunks * CHUNK_US + UNIT_US
-        if self.work.bias:  # of which a thread has a tile's at once on its way
-            busy += 8 * q0 * q1 / self.gpu.l2_bytes + rows[1] / 64 * self.gpu.rates.wait_us
-        alone = max(busy, memory)
+        alone = max(products + self.chunks * CHUNK_US + UNIT_US, memory)
         return START_US + -(-batch * self.work.outer // self.gpu.sms) * alone
 
     @property
