@@ -402,7 +402,8 @@ template <class Pass> struct Wide {
   // Each row has another one: what a thread has of it lies side by side, as results do.
   DEVICE void add_biases(float (&sum)[N / 2], const Tile& tile) const {
     static_assert(HELD == 1 && Pass::BIAS_INNER == 1);
-    constexpr int kBytes = Pass::STAGED ? Pass::EDGE : Pass::STORE, kCell = kBytes / kSize;  // of one access
+    constexpr int kMost = Pass::STAGED ? Pass::EDGE : Pass::STORE, kMine = RUN * kSize;
+    constexpr int kBytes = kMost < kMine ? kMost : kMine, kCell = kBytes / kSize;  // of one access
     const u32 first = u32(tile.first % Pass::OUTER);
     UNROLL for (int m = 0; m < kRuns; ++m) {
       UNROLL for (int half = 0; half < 2; ++half) {
