@@ -282,7 +282,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     }
   }
 
-  // Activation of a sum behind the last stage, with its bias.
+  // Activation of a sum behind the last stage, which has its bias
   DEVICE Sum<Element> finished(Sum<Element> sum, [[maybe_unused]] Sum<Element> grad = 0) const {
     if constexpr (Pass::BESIDE >= 0)
       return Pass::Gradient::of(sum, grad);
@@ -320,6 +320,8 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     while (tiles > 1 && (S::NT % tiles || (S::BY_ROWS ? S::Q : S::I) % (8 * tiles))) tiles /= 2;
     return tiles;
   }
+  // Columns from a lane's sums to what it stores, or loads, for so many tiles
+  template <int TILES> DEVICE int exchanged() const { return lane.t % TILES * 6; }
   // Adds the bias to a warp tile's sums. Loads are on their way together. Where rows allow it, lanes load what they would store
   // straight to memory, and exchange that: two numbers of each of eight rows would be a line for 16 bytes.
   template <class S> DEVICE void add_bias(Sums<S>& y, int tile, i64 unit) const {
@@ -338,7 +340,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         const bool has_row = has_o && (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M);
         const RowOfBias bias(params, of_sample, S::BY_ROWS ? (row + h * 8) * S::Q : (o + down) * S::Q * S::I);
         UNROLL for (int i = 0; i < kParts; ++i) {
-          const int c = column + lane.t % kTiles * 6 + n * 8 - down * S::IP + i;
+          const int c = column + exchanged<kTiles>() + n * 8 - down * S::IP + i;
           bias.template load<kEach>(words[j][i], S::BY_ROWS ? 0 : (row + h * 8) * S::I, c, has_row && c < kWidth);
         }
       }
@@ -402,8 +404,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     if constexpr (!S::SPLITS) stay_here(row, o);
     row += lane.g, i += lane.t * 2;
     end_sums<S, LAST>(y, tile, unit, term);
-    // Two neighbours, the second `further` elements behind the first one's place; `begin` is where their row begins in the state
-    // that comes out, and they are the r-th and c-th of it.
+    // Two neighbours, the second `further` elements behind the first one's place
     const auto put = [&](int m, int n, int h, u32 place, int further, bool second_there) {
       auto first = y[m][n][h * 2], second = y[m][n][h * 2 + 1];
       if constexpr (LAST) {
@@ -469,8 +470,6 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       }
     }
   }
-  // Columns from a lane's sums to what it stores
-  template <class S> DEVICE int exchanged() const { return lane.t % together<S>() * 6; }
   // Two sums of a lane of tile n, and those that are stored together with them: `to` is where the first of what a lane stores lies.
   // All lanes have to be here.
   template <class S> DEVICE void store_sums(const Sums<S>& y, int n, int h, Element* to, bool stored) const {
@@ -496,7 +495,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     end_sums<S, true>(y, tile, first, term);
     Element* const begin = result(term) + R::from(first);
     if constexpr (S::BY_ROWS) {
-      Element* const to = begin + i64(mine) * S::Q + column + exchanged<S>();
+      Element* const to = begin + i64(mine) * S::Q + column + exchanged<kTiles>();
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         UNROLL for (int n = 0; n < S::NT; n += kTiles) {
           const int c = column + n * 8;
@@ -518,7 +517,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           to = begin + here / R::CHUNKS * R::SLICE + of_chunk + R::at((o + down - unit * kRows) * S::Q * S::I) + mine * step;
           if constexpr (R::WIDTH > 0) left = R::WIDTH - of_chunk;
         }
-        const int other = c + exchanged<S>();
+        const int other = c + exchanged<kTiles>();
         const bool in_row = there && (S::I == S::ACROSS * S::WIDE / S::DOWN || c < S::I);
         const bool in_chunk = R::WIDTH == 0 || other % R::C < left;
         Element* const at = to + R::at(other);

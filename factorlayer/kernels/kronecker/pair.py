@@ -21,7 +21,8 @@ SLOT_BYTES = 16 << 10
 MIXED_SLOT_BYTES = {2: 32 << 10, 4: 64 << 10}  # by an element's
 IN_L1 = 16 << 10  # bytes of a bias that L1 keeps beside all of shared memory
 EIGHT_BYTES = 128 * 16  # of a bias of 32 bits, of an eight of q0, as a warpgroup's threads have it
-BESIDE_BIAS = 40  # registers that are left free for an activation where a bias takes others
+# Registers that are left free where a bias takes others: for an activation, or for the rest of one of 32 bits
+BESIDE_BIAS, BESIDE_SOME = 40, 8
 START_US = 1.4
 RATE = 0.6  # of the matrix unit's, that products of a unit have
 SUMS_RATE = 0.8  # and those of a sum's terms, one behind another: eleven sums of two to eight terms on one H200
@@ -96,13 +97,18 @@ class Pair(OfWork, TwoSizes):
         """Of q0, of whose sums a thread has four each."""
         return self.n // 8
 
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether a thread's numbers of a bias are the same for all units."""
+        return self.work.bias and self.mixed == (1, 1) and self.work.outer == 1
+
     @kept
     def bias_held(self) -> int:
-        """Eights whose bias a thread has in registers, where it is the same for all units: of 16 bits all or none."""
-        if not self.work.bias or self.mixed != (1, 1) or self.work.outer > 1:
+        """Eights whose bias a thread has in registers: of 16 bits all or none."""
+        if not self.keeps_bias:
             return 0
         left = (self.registers[1] or 255) - self.registers_needed
-        left -= BESIDE_BIAS if self.work.activation != "identity" else 8 if self.size == 4 else 0
+        left -= BESIDE_BIAS if self.work.activation != "identity" else BESIDE_SOME if self.size == 4 else 0
         if self.size == 2:
             return self.eights if left >= 2 * self.eights else 0
         return min(self.eights, max(0, left) // 4)
@@ -116,7 +122,7 @@ class Pair(OfWork, TwoSizes):
     @kept
     def bias_shared(self) -> int:
         """Eights of 32 bits that are in shared memory, where slots leave it room."""
-        if not self.work.bias or self.mixed != (1, 1) or self.work.outer > 1 or self.size == 2:
+        if not self.keeps_bias or self.size == 2:
             return 0
         room = max(0, self.gpu.shared - self._shared_of(self.results))
         return min(self.eights - self.bias_held, room // (self.groups * self.parts * EIGHT_BYTES))

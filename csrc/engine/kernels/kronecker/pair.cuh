@@ -559,12 +559,7 @@ template <class Pass> struct TwoFactors {
   }
   // What a thread has of an eight of a bias's q0, as of their sums
   template <int WORDS> static DEVICE void add(float (&y)[kN / 2], int n, const u32 (&words)[WORDS]) {
-    UNROLL for (int i = 0; i < 4; ++i) {
-      if constexpr (kSize == 2)
-        y[n * 4 + i] += widen(Element{u16(words[i / 2] >> i % 2 * 16)});
-      else
-        y[n * 4 + i] += __uint_as_float(words[i]);
-    }
+    UNROLL for (int i = 0; i < 4; ++i) y[n * 4 + i] += number_of<Element>(words, i);
   }
   // From memory, several eights on their way at once
   template <int FROM, int TO, class Do> DEVICE void each_of_bias(i64 state, int first, const Do& act) const {

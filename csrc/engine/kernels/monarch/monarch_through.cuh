@@ -142,7 +142,7 @@ template <class Pass> struct MonarchThrough {
       float bias[2] = {};
       if constexpr (Pass::BIAS) {
         const u32 two = load_u32(memory + kBias + l * kPitch + (s + n * 8 + lane.t * 2) * 2);
-        UNROLL for (int i = 0; i < 2; ++i) bias[i] = widen(Element{u16(two >> i * 16)});
+        UNROLL for (int i = 0; i < 2; ++i) bias[i] = number_of<Element>(&two, i);
       }
       UNROLL for (int row = 0; row < 2; ++row) {
         const float* sum = sums + n * 4 + row * 2;

@@ -146,7 +146,7 @@ template <class Math, class T, int GROUPS, int ROWS, int COLUMNS, int STRIDE> st
         u32 x[kAtOnce];
         UNROLL for (int j = 0; j < kAtOnce; ++j) {
           if constexpr (sizeof(Element) == 2)
-            x[j] = __float_as_uint(widen(Element{u16(words[(i + j) / 2] >> (i + j) % 2 * 16)}));
+            x[j] = __float_as_uint(number_of<Element>(words, i + j));
           else
             x[j] = __float_as_uint(Math::rounded(__uint_as_float(words[i + j])));
         }

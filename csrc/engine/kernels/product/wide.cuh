@@ -393,7 +393,7 @@ template <class Pass> struct Wide {
       UNROLL for (int i = 0; i < kBiases; ++i) pairs[i] = bias[i][0][0] | bias[i][1][0] << 16;
       UNROLL for (int n = 0; n < N / 8; ++n) {
         const u32 two = __shfl_sync(0xffffffff, pairs[n / 8], column_of(across(n * 4)) / 2 % 32);
-        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += widen(Element{u16(i % 2 ? two >> 16 : two)});
+        UNROLL for (int i = 0; i < 4; ++i) sum[n * 4 + i] += number_of<Element>(&two, i % 2);
       }
     } else {
       UNROLL for (int i = 0; i < N / 2; ++i) sum[i] += __uint_as_float(bias[0][i % 4 / 2][0]);
@@ -413,10 +413,8 @@ template <class Pass> struct Wide {
           u32 words[ceil_div(kBytes, 4)];
           load_global<kBytes>(bias + feature(tile, c, tile.fast), words, Q % kColumns == 0 || c < Q);
           UNROLL for (int i = 0; i < kCell; ++i) {
-            if constexpr (kPacked)
-              sum[(m * RUN + e + i) / 2 * 4 + half * 2 + (e + i) % 2] += widen(Element{u16(words[i / 2] >> i % 2 * 16)});
-            else
-              sum[m * 4 + (e + i) * 2 + half] += __uint_as_float(words[i]);
+            const int at = kPacked ? (m * RUN + e + i) / 2 * 4 + half * 2 + (e + i) % 2 : m * 4 + (e + i) * 2 + half;
+            sum[at] += number_of<Element>(words, i);
           }
         }
       }
