@@ -31,6 +31,7 @@ from factorlayer import CompileError, FactorLinear
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
+from factorlayer.kernels.recurrent.recurrent import APART
 from factorlayer.kernels.recurrent.recurrent_spread import TOGETHER
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import resolve
@@ -358,6 +359,27 @@ def test_blocks_that_wait_for_the_kernel_before_may_start_early(
         source = kernel(name).replace("{ x", "{ wait_for_kernel_before(); x")
         plan += pass_text(f"{words} {architecture} {name}", "__device__ void wait_for_kernel_before() {}\n" + source)
     assert [call["how"] for call in launches(launch(native, plan, batch, DRIVER_VERSION=driver))] == how
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cluster", "batch", "shared"),
+    [
+        (1, 1, 132, 116225),  # two of which have no room on a multiprocessor of 232448 bytes, and 1024 for each block
+        (1, 1, 133, 60000),  # more blocks than multiprocessors
+        (4, 4, 15, 116225),
+        (4, 4, 16, 60000),  # more clusters than the driver has room for
+        (66, 1, 2, 116225),
+    ],
+)
+def test_blocks_have_multiprocessors_of_their_own_where_there_are_as_many(
+    native: Path, blocks: int, cluster: int, batch: int, shared: int
+) -> None:
+    source = kernel().replace("__global__ void", f"__global__ void __cluster_dims__(1, {cluster}, 1)")
+    text = pass_text(f"x y 128 60000 1 1 0 {blocks} sm_90 k", (source if cluster > 1 else kernel()) + "\n" + APART)
+    lines = launch(native, "factorlayer plan 1\nchunk 0\nscratch 0 0 0\n" + text, batch)
+    (call,) = launches(lines)
+    assert int(call["shared"]) == shared
+    assert "attribute 8 = 116225" in lines
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,27 @@ Slot& slot_of(const PlanKey& key) {
   return table.find_or_add(key, [] { return Slot(); });
 }
 
+// Bytes of a block's shared memory where blocks have multiprocessors of their own: no two of them fit into one. Without that, a
+// kernel that starts while the one before it ends has its blocks side by side on the first multiprocessors that are free.
+int64_t bytes_apart(const Pass& pass, const Device& device) {
+  return pass.apart ? std::max<int64_t>(pass.shared_bytes, device.shared_bytes / 2 + 1) : pass.shared_bytes;
+}
+
 // Plans of several chains and batch classes share kernels.
 Function function_of(const Pass& pass, const std::string& cubin, const Device& device) {
   static Table<std::string, std::atomic<Function>> functions;
-  const std::string key = std::to_string(device.index) + " " + std::to_string(pass.shared_bytes) + " " + pass.kernel +
-                          " " + sha256(cubin);
+  const int64_t shared_bytes = bytes_apart(pass, device);
+  const std::string key = std::to_string(device.index) + " " + std::to_string(shared_bytes) + " " + pass.kernel + " " +
+                          sha256(cubin);
   std::atomic<Function>& function = functions.find_or_add(key, [] { return std::atomic<Function>(nullptr); });
-  if (!function) function = load_function(cubin, pass.kernel, int(pass.shared_bytes), int(pass.cluster));
+  if (!function) function = load_function(cubin, pass.kernel, int(shared_bytes), int(pass.cluster));
   return function;
 }
 
 int64_t places_of(const Pass& pass, Function function, const Device& device) {
   if (pass.cluster == 1) return device.processors;
-  const int clusters = clusters_at_once(function, unsigned(pass.cluster), unsigned(pass.threads), unsigned(pass.shared_bytes));
+  const unsigned shared_bytes = unsigned(bytes_apart(pass, device));
+  const int clusters = clusters_at_once(function, unsigned(pass.cluster), unsigned(pass.threads), shared_bytes);
   return clusters ? std::min<int64_t>(clusters * pass.cluster, device.processors) : device.processors;
 }
 
@@ -204,10 +212,10 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
         throw std::runtime_error("factorlayer: a batch of " + std::to_string(batch) + " makes " +
                                  std::to_string(blocks) + " blocks, a launch can have 2147483647; split the batch");
       // Where all blocks start at once. Those of a longer grid come and go, and would all wait for what has long ended.
-      const bool at_once = pass.blocks_per_processor || blocks * pass.grid_y <= program.places[i];
+      const bool have_places = blocks * pass.grid_y <= program.places[i], at_once = pass.blocks_per_processor || have_places;
       Maps maps(pass, given);
       launch(program.functions[i], unsigned(blocks), unsigned(pass.grid_y), unsigned(pass.threads),
-             unsigned(pass.shared_bytes),
+             unsigned(have_places ? bytes_apart(pass, device) : pass.shared_bytes),
              pass.together              ? Manner::together
              : pass.waits && at_once ? Manner::early
                                         : Manner::plain,

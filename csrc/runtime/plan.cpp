@@ -74,6 +74,7 @@ class Reader {
 
 const std::string CLUSTER = "__cluster_dims__(1, ";  // of a kernel
 const std::string TOGETHER = "\n// All blocks are on the GPU at once.\n";
+const std::string APART = "\n// Blocks have multiprocessors of their own, where there are as many.\n";
 constexpr int64_t MANY = int64_t(1) << 48;  // no offset into memory overflows
 
 Pass::Buffer buffer(Reader& reader, const std::string& word, const std::string& outside) {
@@ -137,6 +138,7 @@ Pass parse_pass(Reader& reader) {
     pass.cluster = reader.number(pass.source.substr(at, std::min(end, pass.source.size()) - at), "a cluster's blocks", 1, 16);
   }
   pass.together = pass.source.find(TOGETHER) != std::string::npos;
+  pass.apart = pass.source.find(APART) != std::string::npos;
   pass.waits = pass.architecture.compare(0, 3, "sm_") == 0 && std::atoi(pass.architecture.c_str() + 3) >= 90 &&
                pass.source.find("wait_for_kernel_before();") != std::string::npos;
   while (reader.is_next("map")) {

@@ -51,6 +51,7 @@ struct Pass {
   int64_t cluster;  // blocks of one, along y
   std::vector<TensorMap> maps;
   bool together;  // whether all blocks of a launch have to be on the GPU at once, as they wait for one another
+  bool apart;  // whether blocks have multiprocessors of their own, where there are as many
   bool waits;  // for the kernel before it in the stream, by itself, so that its blocks may start before that has ended
 };
 

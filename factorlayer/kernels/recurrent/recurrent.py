@@ -44,6 +44,7 @@ OF_TWO, OF_TWO_BACK, OF_TWO_SUMS, OF_TILE = 32, 43, 4, 30
 OF_INSTRUCTION, OF_PRODUCT, OF_STEP = 3.7, 52, 290
 INPUTS = 3  # tensors that a step reads forward, beside them the initial state
 STREAMS = 6  # and back: the gradient of its output, slopes of three gates, reset, and what update leaves
+APART = "// Blocks have multiprocessors of their own, where there are as many.\n"  # as csrc/runtime/plan.cpp has it
 
 
 class AllSteps(Pass):
@@ -76,6 +77,9 @@ class AllSteps(Pass):
     @property
     def functions(self) -> list[str]:
         return [] if self.back else functions_of(self.recurrence.chain, self.dtype)
+
+    def source(self, name: str) -> str:
+        return super().source(name) + APART
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,20 @@ template <class Pass> struct RecurrentFill {
   const Params& params;
   DEVICE explicit RecurrentFill(const Params& p) : params(p) {}
 
+  static constexpr int kRow = Pass::HIDDEN * sizeof(Element), kWord = kRow % 16 == 0 ? 16 : kRow % 4 == 0 ? 4 : 2;
+  static constexpr int kRows = Pass::THREADS / 32;  // a warp takes one
+
   DEVICE void fill(void* tensor, i64 first) const {
-    constexpr int kWord = Pass::HIDDEN * sizeof(Element) % 4 ? 2 : 4, kCount = Pass::HIDDEN * int(sizeof(Element)) / kWord;
     char* const to = static_cast<char*>(tensor) + first * i64(sizeof(Element));
-    for (int i = threadIdx.x; i < kCount; i += Pass::THREADS) {
-      if constexpr (kWord == 4)
-        store_global(reinterpret_cast<u32*>(to) + i, ~0u);
-      else
-        store_global(reinterpret_cast<unsigned short*>(to) + i, static_cast<unsigned short>(0xffff));
-    }
+    const u64 set[2] = {~u64(0), ~u64(0)};
+    for (int at = threadIdx.x % 32 * kWord; at < kRow; at += 32 * kWord)
+      store_words<kWord>(to + at, reinterpret_cast<const Words<kWord>&>(set));
   }
   DEVICE void run() const {
     const Walk walk(params, Pass::kWalk);
     const i64 sequence = blockIdx.x, gate_row = number_at(params, Pass::kWalk + 8), length = walk.length(sequence);
     const i64 first = walk.first ? walk.first[sequence] : sequence * walk.of_sequence;
-    for (i64 step = blockIdx.y; step < length; step += gridDim.y) {
+    for (i64 step = i64(blockIdx.y) * kRows + threadIdx.x / 32; step < length; step += i64(gridDim.y) * kRows) {
       const i64 row = first + walk.offset(step);
       if (row < 0 || row >= walk.rows) continue;
       if constexpr (Pass::BACKWARD) {
