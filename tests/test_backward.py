@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -406,6 +407,61 @@ def test_slopes_are_made_with_their_product_where_that_is_predicted_to_take_less
     predicted = {f"{before}; {slope}": us_at_once, before: us_apart / 2, slope: us_apart / 2}
     found = behind_texts(chain.text, False, None, anything, predicted.__getitem__)
     assert found == ((f"{before}; {slope}",) if us_at_once < us_apart else (before, slope))
+
+
+def behind_products(chain: Chain) -> bool:
+    """Slopes with their product, and sums and turns by themselves."""
+    return chain.slope > 0 and len(chain.contractions) > 0 and not chain.sums and not chain.turn
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fits", [nothing, behind_products])
+@pytest.mark.parametrize("spec", [spec for spec in SMALL_SPECS if spec.terms == 1], ids=spec_id)
+def test_whichever_way_back_to_contractions_is_predicted_to_take_least(
+    spec: LayerSpec, fits: Callable[[Chain], bool], seed: int
+) -> None:
+    """By x or by the state that the last contractions read: the gradients are right, and what is to be compiled is what
+    runs."""
+    chain, ran = Chain.of(spec, True, "tanh"), []
+
+    def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*given: Tensor) -> Tensor:
+            ran.extend((each, len(given[0])) for each in given if isinstance(each, str))
+            return op(*given)
+
+        return run
+
+    def us(text: str) -> float:
+        return 1.0 + zlib.crc32(f"{seed} {text}".encode()) % 100  # any times
+
+    x, bias = torch.randn(3, spec.in_features).double(), torch.randn(spec.out_features).double()
+    weights, grad_y = [torch.randn(s).double() for s in spec.weight_shapes], torch.randn(3, spec.out_features).double()
+    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits, us=lambda _: us)
+    leaves = [t.requires_grad_() for t in (x, bias, *weights)]
+    right = torch.autograd.grad(torch.tanh(naive(spec, x, weights) + bias), leaves, grad_y)
+    for wanted in ((4 << len(weights)) - 1, (4 << len(weights)) - 3, 0b0110, 0b0001):
+        ran.clear()
+        made = gradients(ops, grad_y, x.detach(), [w.detach() for w in weights], bias.detach(), chain.text, wanted)
+        assert texts(chain.text, fits, 3, wanted, ops.us) == list(dict.fromkeys(ran))
+        kept = [t for bit, t in enumerate(right) if wanted >> bit & 1]
+        torch.testing.assert_close(made, kept)
+
+
+@pytest.mark.parametrize("wanted", [0b1111, 0b1101])
+def test_a_state_that_gradients_need_is_made_once(wanted: int) -> None:
+    """What is activated is made again from the state before the last contraction."""
+    chain = Chain.of(monarch((4, 6), (5, 3), rank=2), True, "tanh")
+
+    def us(text: str) -> float:
+        return 1.0 + text.count("untied")
+
+    asked = [text for text, _ in texts(chain.text, behind_products, 100, wanted, lambda _: us)]
+    first, behind, *_ = asked
+    assert (first, behind) == (
+        "untied 0 4 6 6 1; turn 1 8 3",
+        "turned; untied 0 1 8 5 3; bias; tanh; slope 15",
+    )
+    assert not any(text.startswith("untied 0 4 6 6 1; untied") for text in asked)
 
 
 @pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)

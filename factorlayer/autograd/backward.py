@@ -202,7 +202,14 @@ def gradients(
         found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
         wanted &= (4 << count) - 1
     both, behind = planned_behind(ops, text, wanted, len(x))
-    grad, summed = back_to_contractions(ops, behind, grad, x, weights, bias)
+    states = None
+    if from_state := behind_state(ops, text, wanted, len(x), behind):
+        # The last contractions' state is made once, for the slopes behind it and for gradients.
+        last, behind = from_state
+        states = _states(ops, chain, visits_of(ops, text, wanted, len(x)), x, weights)
+        grad, summed = back_to_contractions(ops, behind, grad, states[-1], [weights[i] for i in last.weights], bias)
+    else:
+        grad, summed = back_to_contractions(ops, behind, grad, x, weights, bias)
     if both and Chain.parse(both).backward:
         made = ops.all_gradients(grad, x, weights, both, wanted & 3)
         found |= dict(zip([*[0] * (wanted & 1), *range(1, count + 2)], made, strict=True))
@@ -220,7 +227,7 @@ def gradients(
     if chain.rank > 1:
         found |= _all_terms(ops, chain, grad, x, weights, wanted)
     else:
-        found |= _one_term(ops, text, grad, x, weights, wanted, turned=True)
+        found |= _one_term(ops, text, grad, x, weights, wanted, turned=True, states=states)
     if 0 in found:
         found[0] = back_through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
@@ -254,6 +261,36 @@ def _planned_behind(
     if us is None or sum(map(us, (*without, visit))) <= sum(map(us, (*behind, alone))):
         return visit, without
     return None, behind
+
+
+def behind_state(
+    ops: Ops, text: str, wanted: int, batch: int, behind: tuple[str, ...]
+) -> tuple[Visit, tuple[str, ...]] | None:
+    """The last visit, and the texts that go back from grad_y to it by the state that it reads, which gradients need
+    anyway; None where that is not predicted to take less than the texts `behind`, by x."""
+    chain = Chain.parse(text)
+    if ops.us is None or chain.rank > 1 or chain.activation == "identity":
+        return None
+    planned = visits_of(ops, text, wanted, batch)
+    return _behind_state(text, wanted, planned, behind, ops.fits_of(batch), ops.us(batch))
+
+
+@functools.lru_cache(1024)
+def _behind_state(
+    text: str,
+    wanted: int,
+    planned: tuple[Visit, ...],
+    behind: tuple[str, ...],
+    fits: Callable[[Chain], bool],
+    us: Callable[[str], float],
+) -> tuple[Visit, tuple[str, ...]] | None:
+    chain, last = Chain.parse(text), planned[-1]
+    if len(planned) == 1 or not last.learns or not any(Chain.parse(each).contractions for each in behind):
+        return None
+    part = replace(last.part, x_turned=last.turned, bias=chain.bias, activation=chain.activation)
+    sums = wanted & 2 > 0 and any(Chain.parse(each).sums for each in behind)
+    texts = behind_texts(part.text, sums, turn_behind(planned), fits, us)
+    return (last, texts) if sum(map(us, texts)) < sum(map(us, behind)) else None
 
 
 def back_to_contractions(
@@ -416,22 +453,35 @@ def _adds_up(text: str, wanted: int, fits: Callable[[Chain], bool], us: Callable
     return chain.rank * more + (chain.rank - 1) * adding < us(_back(chain).text)
 
 
-def _one_term(
-    ops: Ops, text: str, grad: Tensor, x: Tensor, weights: Sequence[Tensor], wanted: int, turned: bool = False
-) -> dict[int, Tensor]:
-    """The gradients of one term, by the bits of `gradients`. `turned` says that grad_y is turned already, where the
-    visits want it so."""
-    planned = visits_of(ops, text, wanted, len(x))
-    found: dict[int, Tensor] = {}
-    tf32 = Chain.parse(text).tf32
-    states = [_turned(ops, x, planned[0].turn(is_grad=False), tf32)]  # that each visit reads
+def _states(ops: Ops, chain: Chain, planned: Sequence[Visit], x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """What each visit reads, up to the last one that makes gradients of its weights."""
+    states = [_turned(ops, x, planned[0].turn(is_grad=False), chain.tf32)]
     last = max((i for i, visit in enumerate(planned) if visit.learns), default=0)
     for visit in planned[:last]:
         states.append(ops.forward(states[-1], [weights[i] for i in visit.weights], None, visit.forward))
+    return states
+
+
+def _one_term(
+    ops: Ops,
+    text: str,
+    grad: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    wanted: int,
+    turned: bool = False,
+    states: list[Tensor] | None = None,
+) -> dict[int, Tensor]:
+    """The gradients of one term, by the bits of `gradients`. `turned` says that grad_y is turned already, where the
+    visits want it so; `states` are what visits read, if that has been made."""
+    planned = visits_of(ops, text, wanted, len(x))
+    found: dict[int, Tensor] = {}
+    chain = Chain.parse(text)
+    states = states or _states(ops, chain, planned, x, weights)
     if planned[-1].slabs:
         grad = _in_slabs(ops, grad)
     elif not turned:
-        grad = _turned(ops, grad, turn_behind(planned), tf32)
+        grad = _turned(ops, grad, turn_behind(planned), chain.tf32)
     for i in reversed(range(len(planned))):
         visit = planned[i]
         own = [weights[j] for j in visit.weights]
