@@ -571,6 +571,17 @@ def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
     check(compiled(case), case, SPILLED[case.dtype])
 
 
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "silu", "tanh", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+def test_activations_do_not_make_products_wait(dtype: str, activation: str, usage_of: UsageOf) -> None:
+    """Of groups that are held until the last one's sums are there, also short ones."""
+    chain = Chain.of(monarch((4, 192), (768, 4), rank=48), True, activation)
+    *_, last = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
+    usage = usage_of(last.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    assert "serialized" not in usage.notes
+    assert usage.spilled <= 2 * SPILLED[dtype]
+
+
 @pytest.mark.parametrize("case", list(summed()), ids=str)
 def test_gradients_compile(case: GradientCase, compiled: Compiled) -> None:
     check(compiled(case), case, 24)
