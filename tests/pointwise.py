@@ -12,8 +12,8 @@ import torch
 from emulator.driver import HERE, compile_cpp, for_the_cpu
 from torch import Tensor
 
-from factorlayer.activations.expression import GRADIENT, Expression, gradient_of
-from factorlayer.activations.written import struct
+from factorlayer.activations.expression import GRADIENT, Expression
+from factorlayer.activations.written import struct, times_slope_of, value_of
 from factorlayer.device.code import headers
 
 OPTIMIZED = ["-O2", "-mfma", "-shared", "-fPIC", f"-I{HERE}"]
@@ -28,8 +28,8 @@ class Functions:
         number = "double" if dtype == "float64" else "float"
         code = [headers("pointwise.cuh"), '#line 1 "functions"']
         for e, i in self.at.items():
-            code.append(struct(e, f"Value{i}", dtype))
-            code.append(struct(gradient_of(e), f"Gradient{i}", dtype, further=(GRADIENT,)))
+            code.append(struct(value_of(e), f"Value{i}", dtype))
+            code.append(struct(times_slope_of(e), f"Gradient{i}", dtype, further=(GRADIENT,)))
             for kind, call in (("Value", "of(x[i])"), ("Gradient", f"of(x[i], {number}(1))")):
                 code.append(
                     f'extern "C" void run_{kind}{i}(const {number}* x, {number}* y, i64 count) {{\n'

@@ -17,6 +17,7 @@ from pointwise import Functions
 
 from factorlayer.activations.expression import NAMED, Expression, X, apply, parameter, select
 from factorlayer.activations.named import ACTIVATIONS, evaluate
+from factorlayer.activations.tracing import trace
 from factorlayer.activations.written import (
     FUNCTIONS as OF_DTYPES,
 )
@@ -24,6 +25,7 @@ from factorlayer.activations.written import (
     activation_type,
     gradient,
     gradient_by_result,
+    is_gelu_tanh,
     shortened,
     slope,
     struct,
@@ -158,3 +160,27 @@ def test_errors_are_twice_torchs_at_most(name: str, size: float, dtype: torch.dt
         ours = made.run(kind, NAMED[name], x.float()).to(dtype)
         off, torchs = (float(torch.linalg.norm(each.detach().double() - right)) for each in (ours, its))
         assert off <= 2 * torchs + 1e-30, f"{kind}: {off} instead of {torchs}"
+
+
+def test_gelu_by_tanh_is_known_however_it_is_written() -> None:
+    """As models write it, and nothing that is like it: other constants, a part of it, something beside."""
+    c = math.sqrt(2 / math.pi)
+    for function in (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * torch.pow(x, 3.0)))),
+        lambda x: x * 0.5 * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+        torch.nn.GELU(approximate="tanh"),
+    ):
+        expression = trace(function)[0]
+        assert is_gelu_tanh(expression)
+        assert "::gelu_tanh(" in activation_type(expression.program, "bfloat16", 2)
+        assert "::gelu_tanh_slope(" in gradient(expression.program, "float64", "Gradient")
+    for other in (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * x * x * x))),
+        lambda x: 0.5 * (1.0 + torch.tanh(c * (x + 0.044715 * x * x * x))),
+        lambda x: x + 0.5 * x * (1.0 + torch.tanh(c * (x + 0.044715 * x * x * x))),
+        torch.nn.GELU(),
+        torch.tanh,
+    ):
+        assert not is_gelu_tanh(trace(other)[0])
+    learned = 0.5 * X * (1 + apply("tanh", parameter(0) * X))
+    assert not is_gelu_tanh(learned)

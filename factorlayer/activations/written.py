@@ -6,10 +6,14 @@ Those are Short where results have 11 bits or fewer, and Accurate otherwise. Wha
 
 from __future__ import annotations
 
+import functools
 import math
+
+import torch
 
 from factorlayer.activations.expression import (
     GRADIENT,
+    NAMED,
     ONE,
     ZERO,
     Expression,
@@ -20,6 +24,7 @@ from factorlayer.activations.expression import (
     gradient_of,
     in_order,
 )
+from factorlayer.activations.named import evaluate
 from factorlayer.activations.results import RESULT, gradient_from_result
 
 # The functions of each dtype, which tell how many bits their results have
@@ -41,17 +46,18 @@ def activation_type(activation: str, dtype: str, first: int) -> str:
     check_activation(activation)  # it becomes code here
     if activation == "identity":
         return "using Activation = identity;"
-    return struct(expression_of(activation), "Activation", dtype, first)
+    return struct(value_of(expression_of(activation)), "Activation", dtype, first)
 
 
 def slope(activation: str, dtype: str, name: str) -> str:
     """The derivative of a chain's activation, a name or a program, as a struct of the kernels."""
-    return struct(expression_of(activation).derivative(), name, dtype)
+    expression = expression_of(activation)
+    return struct(GELU_TANH_SLOPE if is_gelu_tanh(expression) else expression.derivative(), name, dtype)
 
 
 def gradient(activation: str, dtype: str, name: str) -> str:
     """The same times the gradient of the result, a second argument."""
-    return struct(gradient_of(expression_of(activation)), name, dtype, further=(GRADIENT,))
+    return struct(times_slope_of(expression_of(activation)), name, dtype, further=(GRADIENT,))
 
 
 def gradient_by_result(activation: str, dtype: str, name: str) -> str:
@@ -117,6 +123,29 @@ def _constant(value: float) -> str:
 
 
 # Operations that only the kernels have, of one argument
+
+GELU_TANH, GELU_TANH_SLOPE = Expression("gelu_tanh", (X,)), Expression("gelu_tanh_slope", (X,))
+_PROBED = -4.5, -1.25, -0.5, 0.75, 1.5, 3.25  # where an expression is gelu_tanh if it has its values,
+_AS_WRITTEN = 1e-8  # but for constants that somebody has written with fewer digits
+
+
+@functools.cache
+def is_gelu_tanh(expression: Expression) -> bool:
+    """Whether it is gelu by tanh, however it is written: models have x^3, x * x * x, and constants of their own."""
+    if expression.parameters or not any(node.op == "tanh" for node in in_order(expression)):
+        return False
+    x = torch.tensor(_PROBED, dtype=torch.float64)
+    return torch.allclose(evaluate(expression, x), evaluate(NAMED["gelu_tanh"], x), rtol=_AS_WRITTEN, atol=_AS_WRITTEN)
+
+
+def value_of(expression: Expression) -> Expression:
+    """What a kernel makes of an activation."""
+    return GELU_TANH if is_gelu_tanh(expression) else expression
+
+
+def times_slope_of(expression: Expression) -> Expression:
+    """And of the gradient of its result."""
+    return GRADIENT * GELU_TANH_SLOPE if is_gelu_tanh(expression) else gradient_of(expression)
 
 
 def shortened(output: Expression) -> Expression:

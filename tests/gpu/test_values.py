@@ -13,8 +13,8 @@ import torch
 from accuracy import FUNCTIONS, all_of_16_bits, check, drawn_of_32_bits, drawn_of_64_bits
 from torch import Tensor
 
-from factorlayer.activations.expression import GRADIENT, gradient_of
-from factorlayer.activations.written import struct
+from factorlayer.activations.expression import GRADIENT
+from factorlayer.activations.written import struct, times_slope_of, value_of
 from factorlayer.autograd.runtime import compile_kernel
 from factorlayer.device.code import headers
 from factorlayer.device.gpu import LIMITS, Gpu
@@ -43,8 +43,8 @@ class Kernels:
         number = "double" if dtype == "float64" else "float"
         code = [headers("pointwise.cuh"), '#line 1 "functions"']
         for i, e in enumerate(FUNCTIONS.values()):
-            code.append(struct(e, f"Value{i}", dtype))
-            code.append(struct(gradient_of(e), f"Slope{i}", dtype, further=(GRADIENT,)))
+            code.append(struct(value_of(e), f"Value{i}", dtype))
+            code.append(struct(times_slope_of(e), f"Slope{i}", dtype, further=(GRADIENT,)))
             for kind, call in (("Value", "of(x[i])"), ("Slope", f"of(x[i], {number}(1))")):
                 code.append(
                     f'extern "C" __global__ void run_{kind}{i}(const {number}* x, {number}* y, i64 count) {{\n'

@@ -48,6 +48,9 @@ template <int PARTS, bool COSINE> DEVICE float angle_of(float x) {
   return __uint_as_float(__float_as_uint(angle) ^ (__float_as_uint(turned) << 31) ^ (COSINE ? 0x80000000u : 0u));
 }
 
+// gelu_tanh is x sigmoid(kGelu (x + kCubed x^3)).
+constexpr double kGelu = 1.5957691216057308, kCubed = 0.044715;
+
 struct Accurate {
   static DEVICE double exp(double x) { return ::exp(x); }
   static DEVICE double expm1(double x) { return ::expm1(x); }
@@ -111,6 +114,11 @@ struct Accurate {
 
   template <class T> static DEVICE T one_plus_erf(T x) { return T(1) + erf(x); }
   template <class T> static DEVICE T one_plus_tanh(T x) { return T(2) * sigmoid(T(2) * x); }
+  template <class T> static DEVICE T gelu_tanh(T x) { return x * sigmoid(T(kGelu) * x * (T(1) + T(kCubed) * x * x)); }
+  template <class T> static DEVICE T gelu_tanh_slope(T x) {
+    const T s = sigmoid(T(kGelu) * x * (T(1) + T(kCubed) * x * x)), y = x * s, g = y - y * s;  // 0 before x^2 is infinite
+    return s + (T(kGelu) * g + T(3 * kGelu * kCubed) * (g * x) * x);
+  }
   // n / (n + 2), n = e^x (e^x + 2). Near 1 what is left to it has to vanish with x: it may be multiplied by a large x.
   template <class T> static DEVICE T tanh_of_softplus(T x) {
     const T e = exp(x), n = e * (e + T(2)), r = quotient(T(1), n + T(2));
@@ -146,6 +154,15 @@ template <int BITS> struct Short {
     return most * p * fast_reciprocal(q);
   }
   static DEVICE float sigmoid(float x) { return fast_reciprocal(1.f + fast_exp2(-kLog2e * x)); }
+  static DEVICE float gelu_gate(float x) {
+    constexpr float kFirst = float(-kLog2e * kGelu), kThird = float(-kLog2e * kGelu * kCubed);
+    return fast_reciprocal(1.f + fast_exp2(x * fmaf(kThird, x * x, kFirst)));
+  }
+  static DEVICE float gelu_tanh(float x) { return x * gelu_gate(x); }
+  static DEVICE float gelu_tanh_slope(float x) {
+    const float s = gelu_gate(x), y = x * s, g = fmaf(-y, s, y);
+    return fmaf(float(3 * kGelu * kCubed) * (g * x), x, fmaf(float(kGelu), g, s));
+  }
   static DEVICE float softplus(float x) {
     const float e = fast_exp2(-kLog2e * fabsf(x));
     const float p = polynomial(e, 0.99999159f, -0.49936137f, 0.3252067f, -0.21004872f, 0.1012223f, -0.023869153f);
