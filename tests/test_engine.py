@@ -571,11 +571,14 @@ def test_compiles_and_hardly_spills(case: Case, compiled: Compiled) -> None:
     check(compiled(case), case, SPILLED[case.dtype])
 
 
-@pytest.mark.parametrize("activation", ["relu", "sigmoid", "silu", "tanh", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "sigmoid", "silu", "tanh", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
-def test_activations_do_not_make_products_wait(dtype: str, activation: str, usage_of: UsageOf) -> None:
-    """Of groups that are held until the last one's sums are there, also short ones."""
-    chain = Chain.of(monarch((4, 192), (768, 4), rank=48), True, activation)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_what_is_done_with_sums_does_not_make_products_wait(
+    groups: int, dtype: str, activation: str, usage_of: UsageOf
+) -> None:
+    """Of groups that are held until the last one's sums are there, also if it is short: a bias, an activation."""
+    chain = Chain.of(monarch((groups, 768 // groups), (3072 // groups, groups), rank=192 // groups), True, activation)
     *_, last = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
     usage = usage_of(last.source("kernel"), "kernel", "sm_90a", OPTIONS)
     assert "serialized" not in usage.notes

@@ -464,7 +464,7 @@ template <class Pass> struct Wide {
         held[i + 1] = Pass::ROUND_Y ? tf32_of(__float_as_uint(sum[i + 1])) : __float_as_uint(sum[i + 1]);
       }
     }
-    if constexpr (HELD > 1 && !is_same<typename Pass::Activation, identity>)
+    if constexpr (HELD > 1 && (Pass::BIAS || !is_same<typename Pass::Activation, identity>))
       if (group + 1 < HELD) make_here(held, params.batch < 0, params.y);  // those of the last one may wait for its stores
   }
 
