@@ -128,8 +128,8 @@ DEVICE void touch(double& x) { asm volatile("" : "+d"(x)::"memory"); }
 template <int N> DEVICE void touch(float (&x)[N]) {
   UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
-// What ptxas does not move: it leaves short computations to where results are used, behind loops, and keeps what they are made
-// of until then. So these are stored where `never`, as nothing but the run can tell.
+// Numbers that are made by here, and no later: ptxas leaves a short computation to where its result is used, behind loops, and
+// keeps what it is made of until then. They are stored if `never` holds, which only a run can tell.
 template <int N> DEVICE void make_here(const u32 (&x)[N], bool never, void* nowhere) {
   if (never)
     UNROLL for (int i = 0; i < N; ++i) static_cast<u32*>(nowhere)[i] = x[i];
