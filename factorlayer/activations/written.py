@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-
-import torch
+import operator
+from collections.abc import Callable
 
 from factorlayer.activations.expression import (
     GRADIENT,
@@ -24,7 +24,6 @@ from factorlayer.activations.expression import (
     gradient_of,
     in_order,
 )
-from factorlayer.activations.named import evaluate
 from factorlayer.activations.results import RESULT, gradient_from_result
 
 # The functions of each dtype, which tell how many bits their results have
@@ -125,17 +124,36 @@ def _constant(value: float) -> str:
 # Operations that only the kernels have, of one argument
 
 GELU_TANH, GELU_TANH_SLOPE = Expression("gelu_tanh", (X,)), Expression("gelu_tanh_slope", (X,))
-_PROBED = -4.5, -1.25, -0.5, 0.75, 1.5, 3.25  # where an expression is gelu_tanh if it has its values,
-_AS_WRITTEN = 1e-8  # but for constants that somebody has written with fewer digits
+# What it may be written with; where an expression is gelu_tanh if it has its values, but for constants of fewer digits
+_WRITTEN_WITH: dict[str, Callable[..., float]] = {
+    "neg": operator.neg, "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
+    "pow": operator.pow, "tanh": math.tanh,
+}  # fmt: skip
+_PROBED, _AS_WRITTEN = (-4.5, -1.25, -0.5, 0.75, 1.5, 3.25), 1e-8
 
 
 @functools.cache
 def is_gelu_tanh(expression: Expression) -> bool:
     """Whether it is gelu by tanh, however it is written: models have x^3, x * x * x, and constants of their own."""
-    if expression.parameters or not any(node.op == "tanh" for node in in_order(expression)):
+    ops = {node.op for node in in_order(expression) if node.args}
+    if expression.parameters or "tanh" not in ops or not ops <= _WRITTEN_WITH.keys():
         return False
-    x = torch.tensor(_PROBED, dtype=torch.float64)
-    return torch.allclose(evaluate(expression, x), evaluate(NAMED["gelu_tanh"], x), rtol=_AS_WRITTEN, atol=_AS_WRITTEN)
+    pairs = ((_number_of(each, x) for each in (expression, NAMED["gelu_tanh"])) for x in _PROBED)
+    return all(math.isclose(*pair, rel_tol=_AS_WRITTEN, abs_tol=_AS_WRITTEN) for pair in pairs)
+
+
+def _number_of(expression: Expression, x: float) -> float:
+    """Its value, if it is written with these operations; NaN where there is none."""
+    values = {X: x}
+    for node in in_order(expression):
+        if node.op == "number":
+            values[node] = float(node.value or 0)
+        elif node is not X:
+            try:
+                values[node] = _WRITTEN_WITH[node.op](*(values[arg] for arg in node.args))
+            except ArithmeticError:
+                return math.nan
+    return float(values[expression])
 
 
 def value_of(expression: Expression) -> Expression:

@@ -136,6 +136,7 @@ inline void stay_here(const void*&) {}
 inline void settle(u32 (&)[4]) {}
 inline void touch(double&) {}
 template <int N> inline void touch(float (&)[N]) {}
+template <int N> inline void make_here(const u32 (&)[N], bool, void*) {}
 
 template <class T> inline T load(u32 from) {
   T x;
