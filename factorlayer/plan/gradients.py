@@ -170,12 +170,24 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
 
 
 def _of_factors(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple[Pass, ...]]:
-    """The ways of families of several factors, of an x that is several tensors those that read it so."""
+    """The ways of families of several factors, of an x that is several tensors those that read it so; of more than two
+    factors where some of them at a time are not predicted to take less."""
     if len(chain.contractions) > 1 and all(c.tied for c in chain.contractions):
         outer, inner = around(chain)
-        if inner == 1:
+        plain = chain.rank == 1 and not chain.inputs
+        if inner == 1 and not (plain and len(chain.contractions) > 2 and _are_less_apart(chain, dtype, batch, gpu)):
             asked = modes_of(chain), outer, dtype, batch, gpu
             yield from ways(OF_FACTORS, *asked, inputs=inputs_of(chain), rank=chain.rank)
+
+
+def _are_less_apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
+    """Whether several calls are predicted to take less than families that make all gradients of so many factors. The
+    answer for many samples is that for some, as a chain with a plan for the one class of batches has one for the
+    other."""
+    batch = min(batch, BATCHES[1])
+    outer, _ = around(chain)
+    together = ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
+    return apart_us(chain, dtype, batch, gpu) < min(map(sum_us, together), default=0.0)
 
 
 def _at_one_visit(chain: Chain) -> tuple[Family, ...]:
