@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -160,6 +161,14 @@ def test_errors_are_twice_torchs_at_most(name: str, size: float, dtype: torch.dt
         ours = made.run(kind, NAMED[name], x.float()).to(dtype)
         off, torchs = (float(torch.linalg.norm(each.detach().double() - right)) for each in (ours, its))
         assert off <= 2 * torchs + 1e-30, f"{kind}: {off} instead of {torchs}"
+
+
+@pytest.mark.parametrize("dtype", ["tf32", "float16"])
+def test_a_tanh_at_its_end_has_no_slope(dtype: str, functions: Callable[[str], Functions]) -> None:
+    """A gradient times a number that is not quite 0 would be noise."""
+    x = torch.tensor([-3e38, -1e4, -6.0, 6.0, 9.0, 1e4, 3e38])
+    assert torch.equal(functions(dtype).run("Value", NAMED["tanh"], x), x.sign())
+    assert not functions(dtype).run("Gradient", NAMED["tanh"], x).any()
 
 
 def test_gelu_by_tanh_is_known_however_it_is_written() -> None:

@@ -146,12 +146,13 @@ template <int BITS> struct Short {
   }
   static DEVICE float sin(float x) { return sine<false>(x); }
   static DEVICE float cos(float x) { return sine<true>(x); }
-  // The unit's is off by 2^-11. For more bits it is a fraction, which nears 1 where that is cut off.
+  // The unit's is off by 2^-11. For more bits it is a fraction, and 1 where that is as near: then the slope is 0, whatever it
+  // is multiplied by.
   static DEVICE float tanh(float x) {
     if constexpr (BITS <= 8) return fast_tanh(x);
     const float most = smaller(larger(x, -5.f), 5.f), z = most * most;
     const float p = polynomial(z, 0.9999482f, 0.10241834f, 0.00067057984f), q = polynomial(z, 1.f, 0.43543336f, 0.012820055f);
-    return most * p * fast_reciprocal(q);
+    return fabsf(x) > 5.2f ? signed_as(1.f, x) : most * p * fast_reciprocal(q);
   }
   static DEVICE float sigmoid(float x) { return fast_reciprocal(1.f + fast_exp2(-kLog2e * x)); }
   static DEVICE float gelu_gate(float x) {
