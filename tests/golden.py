@@ -30,7 +30,6 @@ from factorlayer.plan.planner import (
     BATCHES,
     WORDS,
     cut,
-    cut_backward,
     cut_of_few,
     cut_of_some,
     has_plan,
@@ -145,8 +144,9 @@ def golden() -> tuple[dict[str, str], Counter[str]]:
         if " | " in text and text.split(" | ")[-1] not in WORDS and batch_class == 0:
             gpu = Gpu.of(architecture)
             ways = [
-                asked(text, dtype, gpu.arch, gpu.sms, gpu.shared)
-                for asked in (cut_of_few, cut_of_some, cut, cut_backward)
+                asked(text + behind, dtype, gpu.arch, gpu.sms, gpu.shared)
+                for asked in (cut_of_few, cut_of_some, cut)
+                for behind in ("", " | backward")
             ]
             found[f"{name} cut"] = str(ways)
     return found, passes

@@ -19,8 +19,8 @@ from factorlayer.kernels.resident_stack import ResidentStack
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.stack.stack_backward import StackBackward, tile, tilings
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS, Plan, PlanError
-from factorlayer.plan.planner import cut_backward, plan_stack, runs_of
+from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.planner import cut, cut_of_few, cut_of_some, plan_stack, runs_of
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while
@@ -154,9 +154,9 @@ def test_tilings_are_within_the_limits(dtype: str) -> None:
 def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None:
     text = " | ".join(layer.text for layer in dense(20, 30, 30, 10))
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):
-        asked = text, dtype, gpu.arch, gpu.sms, gpu.shared
+        asked = f"{text} | backward", dtype, gpu.arch, gpu.sms, gpu.shared
         assert [runs_of(text, dtype, gpu, i, backward=True) for i in range(3)] == [((0, 3),)] * 3
-        assert cut_backward(*asked).split(BETWEEN_CUTS) == ["((0, 3),)"] * 3
+        assert [question(*asked) for question in (cut_of_few, cut_of_some, cut)] == ["((0, 3),)"] * 3
         for batch in BATCHES:
             (back, _) = plan_stack(dense(20, 30, 30, 10), dtype, batch, gpu, backward=True).passes
             assert isinstance(back, StackBackward | DenseBackward)

@@ -43,11 +43,11 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
 // Asks the planner for anything but a plan, such as has_plan. It may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
                         int64_t shared_bytes, int64_t memory_rate) {
-  const char* const questions[] = {"has_plan", "has_plan_of_few", "predicted",    "times_of_few", "times_of_some",
-                                   "times_of_many", "cut",          "cut_backward", "cut_of_few",   "cut_of_some"};
+  const char* const questions[] = {"has_plan",      "has_plan_of_few", "predicted",  "times_of_few", "times_of_some",
+                                   "times_of_many", "cut",             "cut_of_few", "cut_of_some"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
                   "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, times_of_few, times_of_some, "
-                  "times_of_many, cut, cut_of_few, cut_of_some or cut_backward, not \"",
+                  "times_of_many, cut, cut_of_few or cut_of_some, not \"",
                   shown(question.value), "\"");
   const python::Limits gpu =
       check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes, memory_rate);

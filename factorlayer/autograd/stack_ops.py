@@ -48,7 +48,7 @@ from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
-from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS
+from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -182,10 +182,7 @@ def runs_on_gpu(
 ) -> tuple[Run, ...]:
     layers = text.split(" | ")
     found: list[Run] = []
-    if recorded:
-        cut = ask_planner("cut_backward", text, dtype, device).split(BETWEEN_CUTS)[batch_class]
-    else:
-        cut = ask_planner(CUTS[batch_class], text, dtype, device)
+    cut = ask_planner(CUTS[batch_class], text + " | backward" * recorded, dtype, device)
     for begin, end in _read_cut(cut, len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]

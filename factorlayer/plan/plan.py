@@ -20,7 +20,6 @@ ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bi
 # Groups of a recurrence's sequences take turns: powers of two themselves, of as many numbers. Times of few are steps.
 ASKED_OF_GROUPS = (1, *OF_SEQUENCES[0]), OF_SEQUENCES[1], tuple(4 << bits for bits in range(10, 19))
 CHUNK = 8  # samples that batches are cut into multiples of
-BETWEEN_CUTS = "; "  # between the cuts of a stack for each class
 PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another kernel's launch, have to be worth it
 
 

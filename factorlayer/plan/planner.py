@@ -16,14 +16,13 @@ from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, BETWEEN_CUTS, Plan, PlanError, asked_of
+from factorlayer.plan.plan import BATCHES, Plan, PlanError, asked_of
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
 from factorlayer.plan.stacks import are_hoppers, back_us, plan_stack, us_around
 
 __all__ = [
     "BATCHES",
     "cut",
-    "cut_backward",
     "cut_of_few",
     "cut_of_some",
     "explain",
@@ -135,22 +134,21 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
 
 
 def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The runs of layers for many samples, as text."""
-    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 2))
+    """The runs of layers for many samples, as text; of a stack with BACKWARD behind it, those to be trained by."""
+    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 2)
 
 
 def cut_of_some(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 1))
+    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 1)
 
 
 def cut_of_few(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return str(runs_of(stack, dtype, Gpu(arch, sms, shared, memory), 0))
+    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 0)
 
 
-def cut_backward(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The runs of layers to be trained by, as text, for each class of batches."""
-    gpu = Gpu(arch, sms, shared, memory)
-    return BETWEEN_CUTS.join(str(runs_of(stack, dtype, gpu, i, backward=True)) for i in range(len(BATCHES)))
+def _cut(stack: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
+    layers = stack.removesuffix(f" | {BACKWARD}")
+    return str(runs_of(layers, dtype, gpu, batch_class, backward=layers != stack))
 
 
 def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool = False) -> tuple[tuple[int, int], ...]:
