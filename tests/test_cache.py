@@ -278,7 +278,12 @@ def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
 def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = ("float32", 90, 132, 232448)
     stack = "tied 0 1 8 8 1; bias; relu | tied 0 1 8 4 1; bias"
-    questions = [("has_plan", CHAIN), ("has_plan", f"{CHAIN}; backward"), ("predicted", CHAIN), ("cut", f"{stack} | backward")]
+    questions = [
+        ("has_plan", CHAIN),
+        ("has_plan", f"{CHAIN}; backward"),
+        ("predicted", CHAIN),
+        ("cut", f"{stack} | backward"),
+    ]
 
     def answers() -> list[str]:
         return [torch.ops.factorlayer.ask_planner(question, text, *limits) for question, text in questions]

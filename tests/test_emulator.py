@@ -16,6 +16,7 @@ import pytest
 import torch
 from emulator.driver import Array, Emulator, Kernel, decode, encode
 from oracle import kronecker, monarch, spec_id
+from stacked import plan_by_first
 from test_expression import EVERY_OPERATION, Snake
 from torch import Tensor
 
@@ -52,7 +53,7 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, plan, plan_stack
+from factorlayer.plan.planner import BATCHES, plan
 from factorlayer.plan.products import product_pass
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
@@ -2335,7 +2336,7 @@ def test_stacks_are_right_and_keep_samples_apart(
 ) -> None:
     """One processor, whose warpgroups take several tiles."""
     layers = stack_of(widths, dtype, activation, "learned" if activation == "learned" else "identity")
-    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448))
+    found = plan_by_first(layers, dtype, LARGE, Gpu(90, 2, 232448))
     assert found.passes[0].threads >= 256
     check_stack(found, layers, batch, emulator)
 
@@ -2413,7 +2414,7 @@ def check_states(found: Plan, layers: list[Chain], batch: int, emulator: Emulato
 @pytest.mark.parametrize(("widths", "dtype", "activation", "batch"), STORED, ids=str)
 def test_states_of_stacks(widths: list[int], dtype: str, activation: str, batch: int, emulator: Emulator) -> None:
     layers = stack_of(widths, dtype, activation, "relu")
-    planned = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 2, 232448), states=True)
+    planned = plan_by_first(layers, dtype, LARGE, Gpu(90, 2, 232448), states=True)
     check_states(planned, layers, batch, emulator)
 
 
@@ -2519,7 +2520,7 @@ def test_all_gradients_of_a_layer_without_a_bias_in_tf32(p: int, q: int, emulato
 def test_an_infinite_gradient_meets_no_padding(dtype: str, emulator: Emulator) -> None:
     """Of layers whose widths are padded, where nothing but their weights is behind them."""
     layers = stack_of([24, 5, 24], dtype, "identity")
-    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first(layers, dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     x, grad, *tensors = (np.ones(shape) for shape in ((17, 24), (17, 24), (5, 24), (5,), (24, 5)))
     grad[3, 3] = np.inf
     outputs, errors = emulator.run(found, emulator.compile(found), x, [*tensors, grad], None, blocks=1)
@@ -2530,7 +2531,7 @@ def test_an_infinite_gradient_meets_no_padding(dtype: str, emulator: Emulator) -
 
 
 def check_all_gradients(layers: list[Chain], dtype: str, batch: int, emulator: Emulator) -> None:
-    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first(layers, dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     check_gradients_of_stack(found, layers, batch, emulator)
 
 
@@ -2800,7 +2801,7 @@ def test_groups_meet_equally_often(kind: str, spec: LayerSpec, dtype: str, batch
 @pytest.mark.parametrize(("widths", "dtype", "batch"), UNEQUAL_STACKS, ids=str)
 def test_groups_of_stacks_meet_equally_often(widths: list[int], dtype: str, batch: int, emulator: Emulator) -> None:
     layers = stack_of(widths, dtype, "silu")
-    found = plan_stack(tuple(layers), dtype, LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first(layers, dtype, LARGE, Gpu(90, 1, 232448), backward=True)
     tensors = [*drawn_tensors(layers, drawing(dtype)), np.ones((batch, widths[-1]))]
     check_meetings(found, np.ones((batch, widths[0])), tensors, emulator)
 
@@ -2890,7 +2891,7 @@ def test_finds_what_is_missing_of_both_gradients(size: int, old: str, new: str, 
 )
 def test_finds_what_is_missing_of_a_layers_gradients(old: str, new: str, said: str, emulator: Emulator) -> None:
     (layer,) = stack_of([128, 128], "bfloat16", "identity", "relu")
-    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first([layer], "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
     kernels = emulator.compile(replace(found, passes=found.passes[:1]), {old: new})
     x, tensors = np.ones((600, 128)), [np.ones((128, 128)), np.ones(128), np.ones((600, 128))]
     _, errors = emulator.run(replace(found, passes=found.passes[:1]), kernels, x, tensors, None, blocks=1)
@@ -2920,7 +2921,7 @@ def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(
     size: int, old: str, new: str, said: str, emulator: Emulator
 ) -> None:
     (layer,) = stack_of([size, size], "tf32", "identity", "relu")
-    found = plan_stack((layer,), "tf32", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first([layer], "tf32", LARGE, Gpu(90, 1, 232448), backward=True)
     found = replace(found, passes=found.passes[:1])
     kernels = emulator.compile(found, {old: new})
     x, tensors = np.ones((800, size)), [np.ones((size, size)), np.ones(size), np.ones((800, size))]
@@ -2942,7 +2943,7 @@ def test_finds_what_is_missing_of_a_layers_gradients_in_tf32(
 )
 def test_finds_what_is_missing_of_packed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
     layers = stack_of([127, 127], "bfloat16", "identity")
-    found = plan_stack(tuple(layers), "bfloat16", LARGE, Gpu(90, 1, 232448))
+    found = plan_by_first(layers, "bfloat16", LARGE, Gpu(90, 1, 232448))
     x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127)]
     _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)
     assert any(said in error for error in errors), errors
@@ -2957,7 +2958,7 @@ def test_finds_what_is_missing_of_packed_rows(old: str, new: str, said: str, emu
 )
 def test_finds_what_is_missing_of_landed_rows(old: str, new: str, said: str, emulator: Emulator) -> None:
     (layer,) = stack_of([127, 127], "bfloat16", "identity", "relu")
-    found = plan_stack((layer,), "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
+    found = plan_by_first([layer], "bfloat16", LARGE, Gpu(90, 1, 232448), backward=True)
     found = replace(found, passes=found.passes[:1])
     x, tensors = np.ones((601, 127)), [np.ones((127, 127)), np.ones(127), np.ones((601, 127))]
     _, errors = emulator.run(found, emulator.compile(found, {old: new}), x, tensors, None, blocks=1)

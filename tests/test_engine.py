@@ -19,6 +19,7 @@ import pytest
 import torch
 from compiled import Usage, UsageOf
 from oracle import kronecker, monarch, spec_id
+from stacked import plan_by_first
 from test_expression import EVERY_OPERATION, Snake
 
 from factorlayer.activations.named import ACTIVATIONS
@@ -33,7 +34,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_of, plan_stack, plan_text
+from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_of, plan_text
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -495,7 +496,9 @@ def compile_case(case: AnyCase, usage_of: UsageOf) -> list[Kernel]:
     gpu = Gpu.of(ARCHITECTURES[case.architecture])
     if isinstance(case, StackCase):
         which = case.backward, case.states, case.frozen
-        return compile_plan(plan_stack(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, usage_of)
+        return compile_plan(
+            plan_by_first(case.layers, case.dtype, case.batch, gpu, *which), case.architecture, usage_of
+        )
     if isinstance(case, SlopeCase):
         chain = case.chain
     elif isinstance(case, ColumnsCase):

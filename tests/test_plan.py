@@ -54,14 +54,14 @@ from factorlayer.kernels.product.wide import Wide
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.stack import dense, dense_backward32
-from factorlayer.kernels.stack.dense_backward32 import DenseBackward32, LayerBackward32
+from factorlayer.kernels.stack.dense_backward32 import LayerBackward32
 from factorlayer.kernels.stack.dense_streamed import DenseStreamed
 from factorlayer.kernels.stages import Layout, Sandwich, Stage, times_of_copies
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan, plan_stack, plan_text, runs_of
+from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan, plan_text, runs_of
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
@@ -411,14 +411,13 @@ def test_stacks_are_cut_forward_where_one_pass_takes_several(
 )
 def test_layers_in_tf32_have_warpgroups_alone_or_together(p: int, q: int, groups: int, together: bool) -> None:
     gpu, chain = Gpu.of(90), Chain.of(kronecker((p,), (q,)), True, "relu")
-    found = plan_stack((chain,), "tf32", 1 << 20, gpu, backward=True)
-    first = found.passes[0]
-    assert isinstance(first, DenseBackward32) and first.groups == groups
+    first = dense_backward32.tile((chain,), "tf32", 1 << 20, gpu)
+    assert first and first.groups == groups
     assert isinstance(first, LayerBackward32) == together
     assert first.shared <= gpu.shared and first.threads * first.registers_needed <= 65536
     floor = (1 << 20) * (2 * p + q) * 4 / gpu.sms / gpu.memory_bytes
-    assert floor < found.us < 4 * floor + 10
-    assert found.scratch == (0, 0, 132 * (p * q + q) * 4)
+    assert floor < first.us < 4 * floor + 10
+    assert Plan(chain, "tf32", 1 << 20, gpu, first.passes).scratch == (0, 0, 132 * (p * q + q) * 4)
 
 
 def test_layers_in_tf32_are_no_wider_than_their_sums() -> None:

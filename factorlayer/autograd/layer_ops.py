@@ -35,7 +35,6 @@ from factorlayer.autograd.runtime import (
     why_not_on_gpu,
 )
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
-from factorlayer.device.gpu import Gpu
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
 from factorlayer.plan.plan import ASKED, BATCHES, asked_of, takes_turns
@@ -172,10 +171,6 @@ def gpu_limits(device: int) -> tuple[int, int, int, int]:
     memory for a block, and bytes that memory moves in a microsecond by its clock and bus."""
     arch, sms, shared, memory = untraced(torch.ops.factorlayer.limits, device)
     return arch, sms, shared, memory
-
-
-def has_wgmma(device: int) -> bool:
-    return Gpu(*gpu_limits(device)).wgmma
 
 
 def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:

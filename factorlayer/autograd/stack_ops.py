@@ -27,7 +27,6 @@ from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import (
     ask_planner,
     has_kernel,
-    has_wgmma,
     missing_extension,
     predicted_us,
     raise_better,
@@ -195,12 +194,6 @@ def runs_on_gpu(
     return _joined(found, layers, dtype, device, batch_class) if recorded and joined else tuple(found)
 
 
-def is_hoppers(text: str, dtype: torch.dtype, device: int) -> bool:
-    """Whether layers are run by families that only Hopper has. These were measured to be faster with as many layers at
-    once as they take; for other families that is predicted."""
-    return is_short(dtype, text.endswith("; tf32")) and has_wgmma(device)
-
-
 def _joined(
     found: Sequence[Run], layers: Sequence[str], dtype: torch.dtype, device: int, batch_class: int
 ) -> tuple[Run, ...]:
@@ -212,8 +205,7 @@ def _joined(
     short = is_short(dtype, chains[0].tf32)
     taken |= {i for i, chain in enumerate(chains) if chain.parameters or (short and is_large_product(chain))}
     alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
-    hoppers = is_hoppers(layers[0], dtype, device)
-    stored = set[int]() if hoppers else _inside(_parts(" | ".join(layers), dtype, device))
+    stored = _inside(_parts(" | ".join(layers), dtype, device))
     made: list[Run] = []
     for begin, end, text in sorted([*found, *alone]):
         one_by_one = end - begin == 1 or text.endswith(STATES)
@@ -257,12 +249,11 @@ def _parts(text: str, dtype: torch.dtype, device: int) -> tuple[str, ...]:
     made = [first]
     for layer in rest:
         longer = f"{made[-1]} | {layer}"
-        takes = has_kernel(longer + STATES, dtype, device)
-        if takes and (is_hoppers(text, dtype, device) or us(longer) < us(made[-1]) + us(layer)):
+        if us(longer) < us(made[-1]) + us(layer):
             made[-1] = longer
         else:
             made.append(layer)
-    return tuple(made)
+    return (text,) if us(text) < sum(map(us, made)) else tuple(made)
 
 
 def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool) -> Tensor:

@@ -32,6 +32,7 @@ from factorlayer.kernels.timing import waits_of
 from factorlayer.kernels.work import Inputs, Mode, Work, round_up
 from factorlayer.maths.chain import Chain
 
+BIAS_US = 0.2  # of 16 bits, which come by registers, one behind another: 89 passes of drawn blocks on one H200
 OF_END = 3  # instructions for a sum: bias and padding, for four a load and two comparisons as well
 SAMPLES = (8, 16, 32, 64, 128)  # of a tile
 WARPS = (1, 2, 4, 8, 16)  # of a group
@@ -68,8 +69,8 @@ class ResidentStack(Resident):
         rounds = whole * max(round_us(self.groups), syncs) + (max(round_us(left), syncs) if left else 0.0)
         start = gpu.rates.behind_us + min(gpu.rates.ramp_us, memory * tiles / gpu.sms) + self.weight_bytes / 59e3
         start += weights_us(self.work, self.threads, gpu)
-        if self.size == 2:  # biases come by registers, one behind another
-            start += gpu.rates.wait_us * sum(layer.bias for layer in self.layers)
+        if self.size == 2:
+            start += BIAS_US * sum(layer.bias for layer in self.layers)
         return start + memory + syncs + rounds
 
     @kept

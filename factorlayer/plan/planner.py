@@ -18,7 +18,7 @@ from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan, PlanError, asked_of
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
-from factorlayer.plan.stacks import are_hoppers, back_us, plan_stack, us_around
+from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
     "BATCHES",
@@ -153,13 +153,10 @@ def _cut(stack: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
 
 def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool = False) -> tuple[tuple[int, int], ...]:
     """The runs of a stack's layers, as pairs of the first layer and the one behind the last. One pass takes each run;
-    to be trained, one forward and one back. They are the fastest by prediction, except that many samples go through all
-    layers at once if Hopper's own families take them."""
+    to be trained, one forward and one back. They are the fastest by prediction."""
     layers = [layer.text for layer in parse_layers(stack)]
     chains, computed = parsed(stack, dtype)
     batch = BATCHES[batch_class]
-    if not backward and batch == BATCHES[-1] and are_hoppers(chains, computed, gpu):
-        return ((0, len(layers)),)
     runs: dict[tuple[int, int], float] = {}
 
     @functools.cache

@@ -13,17 +13,8 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import BATCHES, Plan, PlanError
-from factorlayer.plan.registry.family import Family, fastest, ways
-from factorlayer.plan.registry.stack import (
-    OF_ANY_STACK,
-    OF_ANY_STACK_BACK,
-    OF_CLUSTER_STACK,
-    OF_STACK,
-    OF_STACK_BACK,
-    OF_WIDE_STACK,
-)
-
-ALONE = 1.3  # times what layers one by one are predicted to take, beside a pass that streams all their weights
+from factorlayer.plan.registry.family import fastest, ways
+from factorlayer.plan.registry.stack import OF_ANY_STACK_BACK, OF_STACK, OF_STACK_BACK
 
 
 def plan_stack(
@@ -38,25 +29,14 @@ def plan_stack(
     """The plan of layers that one pass takes: forward, storing the states between them if `states`, or `backward`,
     making all gradients. If the layers are `frozen`, passes that read weights alone take no time."""
     asked = layers, dtype, batch, gpu
-    if layers[0].inputs:
-        offered = [] if backward or frozen else list(ways(OF_ANY_STACK, *asked, states=states))
-    elif backward:
-        offered = list(ways(OF_STACK_BACK, *asked))
-        if not offered and _is_worth_it(OF_ANY_STACK_BACK, *asked):
-            offered = list(ways(OF_ANY_STACK_BACK, *asked))
+    if backward:
+        offered = ways((*OF_STACK_BACK, *(OF_ANY_STACK_BACK if _is_worth_it(*asked) else ())), *asked)
     else:
-        offered = list(ways(OF_STACK, *asked, states=states))
-        # Weights that stay in shared memory are faster: six layers of 128, 1.3 million samples, 401 us instead of 517.
-        if not offered and _streams(layers, dtype, gpu, states):
-            offered = list(ways(OF_WIDE_STACK, *asked, states=states, frozen=frozen))
-        short = gpu.wgmma and dtype not in ("float32", "float64")  # of which wgmma's products are faster by themselves
-        if not offered and (not short or _is_worth_it(OF_ANY_STACK, layers, dtype, BATCHES[-1], gpu)):
-            offered = list(ways(OF_ANY_STACK, *asked, states=states))
-        if offered or not states:  # what is stored for gradients may as well be made layer by layer
-            offered += ways(OF_CLUSTER_STACK, *asked, states=states)
+        has_kernels = not (frozen and layers[0].inputs)
+        offered = ways(OF_STACK if has_kernels else (), *asked, states=states, frozen=frozen)
 
     def us(passes: tuple[Pass, ...]) -> float:
-        return sum(p.us for p in passes if not (frozen and p.reads == "none"))
+        return us_around([p for p in passes if not (frozen and p.reads == "none")], batch)
 
     found = min(offered, key=us, default=None)
     if found is None:
@@ -66,46 +46,27 @@ def plan_stack(
 
 
 @functools.lru_cache(256)
-def _streams(layers: tuple[Chain, ...], dtype: str, gpu: Gpu, states: bool) -> bool:
-    """Whether a pass that streams the layers' weights is predicted to be faster than layer by layer, for many samples:
-    layers with a kernel for many samples have one for few as well."""
-    found = fastest(OF_WIDE_STACK, layers, dtype, BATCHES[-1], gpu, states=states)
-    if not found:
-        return False
-    alone = ALONE * sum(plan(layer, dtype, BATCHES[-1], gpu).us for layer in layers)
-    return sum(p.us for p in found) < alone
-
-
-def are_hoppers(layers: tuple[Chain, ...], dtype: str, gpu: Gpu) -> bool:
-    """Whether families that only Hopper has take all layers at once, which was measured to be faster than one by
-    one."""
-    if layers[0].inputs:
-        return False
-    return bool(fastest(OF_STACK, layers, dtype, BATCHES[1], gpu)) or _streams(layers, dtype, gpu, False)
-
-
-@functools.lru_cache(256)
-def _is_worth_it(families: Sequence[Family], layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
-    """Whether a pass of the families that take any layers is predicted to be faster than layer by layer, for so many
+def _is_worth_it(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
+    """Whether all gradients at one visit are predicted to be faster, on any GPU, than layer by layer, for so many
     samples or for many: layers with a kernel for many samples have one for fewer as well."""
-    back = families is OF_ANY_STACK_BACK
 
     def is_faster(batch: int) -> bool:
-        if not (found := fastest(families, layers, dtype, batch, gpu)):
-            return False
-        alone = sum(back_us(layer, dtype, batch, gpu) if back else us_of(layer) for layer in layers)
-        return us_around(found, batch) < alone
-
-    def us_of(layer: Chain) -> float:
-        return us_around(plan(layer, dtype, batch, gpu).passes, batch)
+        found = fastest(OF_ANY_STACK_BACK, layers, dtype, batch, gpu)
+        return bool(found) and us_around(found, batch) < sum(back_us(layer, dtype, batch, gpu) for layer in layers)
 
     return any(map(is_faster, dict.fromkeys((batch, BATCHES[-1]))))
 
 
+def _times(batch: int) -> tuple[int, ...]:
+    """Times so many samples that plans are compared for: a single number of them might just fill a GPU once, and the
+    last class of batches has no end."""
+    return (1, 4, 16) if batch >= BATCHES[-1] else (1, 2)
+
+
 def us_around(passes: Sequence[Pass], batch: int) -> float:
-    """The microseconds that passes are predicted to take for so many samples and for twice as many, added up: a single
-    number of samples might just fill a GPU once."""
-    return sum(p.us_of(samples) for samples in (batch, 2 * batch) for p in passes)
+    """The microseconds that passes are predicted to take for so many samples: those for more of them, by their share,
+    added up."""
+    return sum(p.us_of(times * batch) / times for times in _times(batch) for p in passes)
 
 
 @functools.lru_cache(1024)
@@ -122,8 +83,9 @@ def back_us(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     (c,) = layer.contractions
     plain = Chain((c,), tf32=layer.tf32)
     gradient = replace(plain, gradient=True)
-    turned = plan(Chain((), turn=(1, c.q, c.p), tf32=layer.tf32), dtype, BATCHES[0], gpu)  # the weight, at both times
-    found = us(replace(plain, contractions=(replace(c, p=c.q, q=c.p),))) + 2 * turned.us
+    turned = plan(Chain((), turn=(1, c.q, c.p), tf32=layer.tf32), dtype, BATCHES[0], gpu)  # the weight
+    found = us(replace(plain, contractions=(replace(c, p=c.q, q=c.p),)))
+    found += sum(turned.us / times for times in _times(batch))
 
     def behind(sums: int) -> float:
         """Back through the activation, with those sums."""

@@ -17,7 +17,7 @@ import torch
 from factorlayer.autograd.backward import launched_texts
 from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
-from factorlayer.autograd.stack_ops import MANY, is_hoppers, known, runs_on_gpu, texts_of_run
+from factorlayer.autograd.stack_ops import MANY, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.library import Ways
@@ -123,8 +123,8 @@ def why_stack_batched(
 @known
 def why_any_batched(text: str, dtype: torch.dtype, device: int, training: bool) -> str | None:
     """Why auto takes layers one by one where one way has to serve every number of samples, as in a compiled graph; or
-    None. It is decided for many samples, but families that only Hopper has were measured to be faster."""
-    return None if is_hoppers(text, dtype, device) else why_stack_batched(text, dtype, device, MANY, training)
+    None: it is decided for many samples."""
+    return why_stack_batched(text, dtype, device, MANY, training)
 
 
 def joined_is_faster(text: str, dtype: torch.dtype, device: int, batch: int) -> bool:

@@ -180,7 +180,7 @@ def time(plan: Mapped) -> float:
     """Microseconds: multiprocessors take turns at tiles, and nothing runs beside stores. Numbers fitted to an H200."""
     p, gpu, c = plan.product, plan.gpu, plan.product.contraction
     clusters = -(-plan.batch * p.outer // ROWS) * plan.tiles
-    each = -(-clusters // (gpu.sms // plan.cluster))
+    each = -(-clusters // max(1, gpu.sms // plan.cluster))
     # Of a slab: products, what L2 gives, what shared memory is written and read
     products = 4 * plan.n / 1.65e3
     load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)

@@ -30,9 +30,11 @@ PORTABLE, ENOUGH = 8, 100
 SAMPLES = (16, 32, 64)  # of a tile
 WARPS = (4, 8, 16)
 ROOM = 15 / 16  # of the multiprocessors, that large clusters fit into
-# Microseconds of a cluster's barrier, and until what a block has stored in others is there; bytes that a multiprocessor
-# stores in others by words in a microsecond. Measured on an H100: layers of 128 and 256, clusters of 8 and 16 blocks
-SYNC_US, ACROSS_US, GIVEN_BYTES = 0.27, 0.45, 17e3
+# Microseconds of a cluster's barrier, and until what a block has stored in others is there, beside products; times what
+# L2 and instructions take for weights at their rates: 232 passes of drawn blocks on one H200, of which 90 % are within
+# 30 %. Bytes that a multiprocessor stores in others by words in a microsecond: layers of 128 and 256 on an H100,
+# clusters of 8 and 16 blocks
+SYNC_US, ACROSS_US, WEIGHTS, GIVEN_BYTES = 0.27, 0.08, 1.8, 17e3
 MOST_BESIDE = 4  # products of a warp on their way
 # Instructions for a pair of sums in each block that it is given to, and in memory; for eight numbers of an odd row
 OF_GIVEN, OF_STORED, OF_EIGHT = 3, 8, 30
@@ -73,7 +75,8 @@ class StackCluster(ResidentStack):
         gpu, shares = self.gpu, zip(self.sizes, self.plain, strict=True)
         odd = sum(p * stage.q for (p, _), stage in shares if p * self.size % 4)
         placed = odd / 8 * OF_EIGHT / 32 / gpu.instructions * waits_of(self.warps)
-        return gpu.rates.behind_us + gpu.rates.wait_us + self.weight_bytes / gpu.rates.l2_bytes + placed + SYNC_US
+        weights = WEIGHTS * (self.weight_bytes / gpu.rates.l2_bytes + placed)
+        return gpu.rates.behind_us + gpu.rates.wait_us + weights + SYNC_US
 
     @kept
     def tile_us_alone(self) -> float:

@@ -26,12 +26,7 @@ KINDS = {
     ),
     "The gradient of one weight": product.OF_WEIGHT,
     "What goes before and behind contractions": (*product.OF_COLUMNS, *product.OF_TURN),
-    "Dense layers one behind another": (
-        *stack.OF_STACK,
-        *stack.OF_WIDE_STACK,
-        *stack.OF_ANY_STACK,
-        *stack.OF_CLUSTER_STACK,
-    ),
+    "Dense layers one behind another": stack.OF_STACK,
     "All gradients of dense layers": (*stack.OF_STACK_BACK, *stack.OF_ANY_STACK_BACK),
     "Recurrent units": (
         *recurrent.OF_RECURRENCE,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import resident_stack
 from factorlayer.kernels.stack import (
     dense,
@@ -15,8 +12,7 @@ from factorlayer.kernels.stack import (
     stack_backward,
     stack_cluster,
 )
-from factorlayer.maths.chain import Chain
-from factorlayer.plan.registry.family import ANY, HALVES, ON_TABLES, Family, Margin, Takes
+from factorlayer.plan.registry.family import ANY, HALVES, Family, Takes
 
 # Dense layers one behind another: tile(layers, dtype, batch, gpu)
 
@@ -41,12 +37,9 @@ RESIDENT_STACK = Family(
     resident_stack.tile,
     (resident_stack.ResidentStack,),
     "resident",
-    Takes(tied=True, inputs=True, more="of tf32 and 16 bits what no family of Hopper's takes, or several inputs"),
+    Takes(tied=True, inputs=True),
     told=("states",),
 )
-OF_STACK = (DENSE,)
-OF_WIDE_STACK = (DENSE_STREAMED,)  # asked where no family of OF_STACK has a kernel
-OF_ANY_STACK = (RESIDENT_STACK,)  # asked where none of those has one
 STACK_CLUSTER = Family(
     "A block of dense layers, weights that a cluster's multiprocessors hold together",
     stack_cluster.tile,
@@ -55,16 +48,8 @@ STACK_CLUSTER = Family(
     Takes(needs=("clusters",), factors=(2, ANY), tied=True),
     told=("states",),
 )
-OF_CLUSTER_STACK = (STACK_CLUSTER,)  # beside all of these
-
-
-def _has_odd_rows(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> bool:
-    """That 16 bytes do not divide, so that others move them by elements."""
-    return any(n * ELEMENT_BYTES[dtype] % 16 for layer in layers for c in layer.contractions for n in (c.p, c.q))
-
-
-BY_ROWS = Margin(1.3, 1.0, _has_odd_rows, f"of a dense layer as a stack of one, beside wide products: {ON_TABLES}")
-OF_DENSE_LAYER = (replace(DENSE_STREAMED, margin=BY_ROWS),)
+OF_STACK = (DENSE, DENSE_STREAMED, RESIDENT_STACK, STACK_CLUSTER)
+OF_DENSE_LAYER = (DENSE_STREAMED,)  # as a stack of one
 DENSE_BACKWARD = Family(
     "Gradients of narrow dense layers in 16 bits",
     dense_backward.tile,
@@ -96,4 +81,4 @@ STACK_BACKWARD = Family(
     Takes(tied=True),
 )
 OF_STACK_BACK = (DENSE_BACKWARD, DENSE_BACKWARD32, LAYER_BACKWARD)
-OF_ANY_STACK_BACK = (STACK_BACKWARD,)  # asked where none of those has one, and layer by layer is predicted to be slower
+OF_ANY_STACK_BACK = (STACK_BACKWARD,)  # asked where layer by layer is predicted to take longer
