@@ -199,19 +199,27 @@ def _joined(
 ) -> tuple[Run, ...]:
     """The runs, with those added that layers outside of them form. Neighbours that are trained one by one become one
     run where the first is handed the gradient that the second makes, or one kernel makes the states of both."""
-    handed = handed_back(" | ".join(layers), dtype, device, batch_class)
     taken = {i for begin, end, _ in found for i in range(begin, end)}
     chains = list(map(Chain.parse, layers))
     short = is_short(dtype, chains[0].tf32)
     taken |= {i for i, chain in enumerate(chains) if chain.parameters or (short and is_large_product(chain))}
     alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
-    stored = _inside(_parts(" | ".join(layers), dtype, device))
+    every = " | ".join(layers)
+
+    @functools.cache
+    def stored() -> set[int]:
+        return _inside(_parts(every, dtype, device))
+
     made: list[Run] = []
     for begin, end, text in sorted([*found, *alone]):
         one_by_one = end - begin == 1 or text.endswith(STATES)
         first, before, last = made[-1] if made else (0, 0, "")
         behind_one = before == begin and (before - first == 1 or last.endswith(STATES))
-        if one_by_one and behind_one and (handed[begin - 1] or begin in stored):
+        if (
+            one_by_one
+            and behind_one
+            and (handed_back(every, dtype, device, batch_class)[begin - 1] or begin in stored())
+        ):
             made[-1] = (first, end, " | ".join(layers[first:end]) + STATES)
         else:
             made.append((begin, end, text))
