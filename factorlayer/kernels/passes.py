@@ -6,6 +6,7 @@ family it is of.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -308,8 +309,12 @@ def few_samples(batch: int) -> tuple[int, ...]:
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:
     """The fastest for so many samples and for twice as many together: one number alone may just fill the last round of
-    tiles. None where there is none."""
-    return min(plans, key=lambda plan: plan.us + plan.us_of(2 * batch), default=None)
+    tiles. None where there is none. Twice as many take no less."""
+    found, least = None, math.inf
+    for plan in plans:
+        if 2 * plan.us < least and (us := plan.us + plan.us_of(2 * batch)) < least:
+            found, least = plan, us
+    return found
 
 
 def tensor_map(of: int | str, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> str:
