@@ -339,12 +339,8 @@ def test_nothing_is_computed_that_is_not_needed(
     assert calls == expected
 
 
-@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
-@activations
-@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
-def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
-    chain = Chain.of(spec, True, activation)
-    text, ran = chain.text, []
+def noting(ran: list[tuple[str, int]], fits: Callable[[Chain], bool]) -> Ops:
+    """Operations that note the text of each kernel that they run, and its number of samples."""
 
     def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*given: Tensor) -> Tensor:
@@ -355,9 +351,20 @@ def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, f
 
         return run
 
+    return Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits)
+
+
+@pytest.mark.parametrize("fits", [nothing, pairs, anything, sums])
+@activations
+@pytest.mark.parametrize("spec", SMALL_SPECS, ids=spec_id)
+def test_what_is_to_be_compiled_is_what_runs(spec: LayerSpec, activation: str, fits: Callable[[Chain], bool]) -> None:
+    chain = Chain.of(spec, True, activation)
+    text = chain.text
+    ran: list[tuple[str, int]] = []
+
     x, grad_y, bias = torch.randn(3, spec.in_features), torch.randn(3, spec.out_features), torch.ones(spec.out_features)
     weights = [*map(torch.randn, spec.weight_shapes), *[torch.ones(1)] * chain.parameters]
-    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits)
+    ops = noting(ran, fits)
     for wanted in (all_of(weights) | 2, 0b101):
         ran.clear()
         gradients(ops, grad_y, x, weights, bias, text, wanted)
@@ -376,19 +383,12 @@ def test_the_gradient_of_x_may_be_a_sum_of_the_terms(
     chain = Chain.of(spec, False, "identity")
     x, grad_y = torch.randn(3, 24).double(), torch.randn(3, 30).double()
     weights = [torch.randn(shape).double() for shape in spec.weight_shapes]
-    ran = []
-
-    def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(*given: Tensor) -> Tensor:
-            ran.extend((each, len(given[0])) for each in given if isinstance(each, str))
-            return op(*given)
-
-        return run
+    ran: list[tuple[str, int]] = []
 
     def us(text: str) -> float:
         return back_us if text.startswith("rank 3") else 1.0
 
-    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits, us=lambda _: us)
+    ops = replace(noting(ran, fits), us=lambda _: us)
     made = gradients(ops, grad_y, x, weights, None, chain.text, wanted)
     assert texts(chain.text, fits, 3, wanted, ops.us) == list(dict.fromkeys(ran))
     assert any(text.startswith("rank 3") for text, _ in ran) == (wanted == 1 or not back_us)
@@ -422,21 +422,15 @@ def test_whichever_way_back_to_contractions_is_predicted_to_take_least(
 ) -> None:
     """By x or by the state that the last contractions read: the gradients are right, and what is to be compiled is what
     runs."""
-    chain, ran = Chain.of(spec, True, "tanh"), []
-
-    def noted(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(*given: Tensor) -> Tensor:
-            ran.extend((each, len(given[0])) for each in given if isinstance(each, str))
-            return op(*given)
-
-        return run
+    chain = Chain.of(spec, True, "tanh")
+    ran: list[tuple[str, int]] = []
 
     def us(text: str) -> float:
         return 1.0 + zlib.crc32(f"{seed} {text}".encode()) % 100  # any times
 
     x, bias = torch.randn(3, spec.in_features).double(), torch.randn(spec.out_features).double()
     weights, grad_y = [torch.randn(s).double() for s in spec.weight_shapes], torch.randn(3, spec.out_features).double()
-    ops = Ops(*map(noted, (forward, weight_gradient, all_gradients, slopes, slopes_and_sums)), fits, us=lambda _: us)
+    ops = replace(noting(ran, fits), us=lambda _: us)
     leaves = [t.requires_grad_() for t in (x, bias, *weights)]
     right = torch.autograd.grad(torch.tanh(naive(spec, x, weights) + bias), leaves, grad_y)
     for wanted in ((4 << len(weights)) - 1, (4 << len(weights)) - 3, 0b0110, 0b0001):
