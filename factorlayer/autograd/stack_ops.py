@@ -206,20 +206,17 @@ def _joined(
     alone = [(i, i + 1, layer) for i, layer in enumerate(layers) if i not in taken]
     every = " | ".join(layers)
 
-    @functools.cache
-    def stored() -> set[int]:
-        return _inside(_parts(every, dtype, device))
+    def goes_on(begin: int) -> bool:
+        """Whether the layer there is joined to the one before it."""
+        handed = handed_back(every, dtype, device, batch_class)[begin - 1]
+        return handed or begin in _inside(_parts(every, dtype, device))
 
     made: list[Run] = []
     for begin, end, text in sorted([*found, *alone]):
         one_by_one = end - begin == 1 or text.endswith(STATES)
         first, before, last = made[-1] if made else (0, 0, "")
         behind_one = before == begin and (before - first == 1 or last.endswith(STATES))
-        if (
-            one_by_one
-            and behind_one
-            and (handed_back(every, dtype, device, batch_class)[begin - 1] or begin in stored())
-        ):
+        if one_by_one and behind_one and goes_on(begin):
             made[-1] = (first, end, " | ".join(layers[first:end]) + STATES)
         else:
             made.append((begin, end, text))

@@ -46,7 +46,7 @@ OF_END = 6  # instructions for a sum: bias, padding, a comparison with the last 
 # what instructions and products take one after another, what is not beside others'; times what a multiprocessor takes
 # for functions at its rate; bytes of weights that come in a microsecond; times what shared memory and L2 take for sums
 # at their rates; of the Reduction behind, what it does while this pass ends
-BUSY = {"float32": 0.65, "float64": 0.95}  # others 0.8
+BUSY = {"float64": 0.95, "float32": 0.65, "tf32": 0.8, "bfloat16": 0.8, "float16": 0.8}
 FUNCTIONS = 2.0
 WEIGHT_BYTES, SUMS = 16e3, 2.5
 EARLY_US = 0.8
@@ -384,7 +384,7 @@ def _us(plan: StackBackward, groups: int, slots: int, tiles: int) -> tuple[float
     functions = (
         n * (of_value(c.activation) + of_slope(c.activation)) for n, c in zip(widths[1:], plan.layers, strict=True)
     )
-    busy *= BUSY.get(plan.dtype, 0.8)
+    busy *= BUSY[plan.dtype]
     if plan.dtype != "float64":  # whose functions planner.times counts
         busy += FUNCTIONS * units * sum(functions) / gpu.rates.special_functions
     barriers = 3 * len(plan.layers) + plan.steepens + 2
