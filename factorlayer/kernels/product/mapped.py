@@ -171,7 +171,7 @@ def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
         holdings = [held for held in (2, 4, 8) if b == 1 and (fast == held or (held == 8 and fast in (16, 32, 64)))]
     widths = {-(-c.q // (tiles * 16)) * 16 for tiles in range(-(-c.q // 256), 1 + c.q // 16)}
     for held, n in itertools.product(holdings, sorted(widths)):
-        for cluster in (1, 2) if n < c.q else (1,):
+        for cluster in (1, 2) if n < c.q and gpu.sms > 1 else (1,):
             if held * n // 2 <= MOST_SUMS:
                 yield Mapped(product, n, held, cluster, batch, gpu)
 
@@ -180,7 +180,7 @@ def time(plan: Mapped) -> float:
     """Microseconds: multiprocessors take turns at tiles, and nothing runs beside stores. Numbers fitted to an H200."""
     p, gpu, c = plan.product, plan.gpu, plan.product.contraction
     clusters = -(-plan.batch * p.outer // ROWS) * plan.tiles
-    each = -(-clusters // max(1, gpu.sms // plan.cluster))
+    each = -(-clusters // (gpu.sms // plan.cluster))
     # Of a slab: products, what L2 gives, what shared memory is written and read
     products = 4 * plan.n / 1.65e3
     load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)

@@ -38,6 +38,12 @@ def beside(share: float, *parts: float) -> float:
     return longest + share * (sum(parts) - longest)
 
 
+def tiles_us(tiles: int, groups: int, alone: float, busy: float) -> float:
+    """The microseconds of a multiprocessor's tiles: the first one by itself, those behind it beside one another; or of
+    rounds of as many as there are groups, each by itself."""
+    return max(alone * math.ceil(tiles / groups), alone + (tiles - 1) * busy)
+
+
 @dataclass(frozen=True)
 class Dense(Pass):
     """A pass, tiled. `us` is the time predicted."""
@@ -186,7 +192,7 @@ class Dense(Pass):
         alone = PRODUCT_US * len(self.layers) + products + sums + functions + self.rows_us(min(64, batch))
         parts = products, sums, functions, self.rows_us(64)
         start = self.gpu.rates.behind_us + self.loading_us
-        return start + max(alone * math.ceil(tiles / self.groups), alone + (tiles - 1) * beside(BESIDE, *parts))
+        return start + tiles_us(tiles, self.groups, alone, beside(BESIDE, *parts))
 
     def rows_us(self, rows: int) -> float:
         """What memory takes for so many rows."""

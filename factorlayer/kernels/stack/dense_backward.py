@@ -13,7 +13,7 @@ from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import BlockSums, Reduction
-from factorlayer.kernels.stack.dense import WHOLE_ROWS, Dense, beside
+from factorlayer.kernels.stack.dense import WHOLE_ROWS, Dense, beside, tiles_us
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -58,6 +58,10 @@ class DenseBackward(BlockSums, Dense):
             at += self.columns(i)[1] * 128 if self.has_slope(i) else 0
         behind = max(-(-self.columns(i)[1] // 64) for i in range(len(self.layers))) * SLAB
         return found | {"behind": round_up(at, 1024), "each": behind, "all": round_up(at, 1024) + 2 * behind}
+
+    def makes_again(self, i: int) -> bool:
+        """Whether layer i goes forward once more."""
+        return True
 
     def has_slope(self, i: int) -> bool:
         return self.layers[i].activation != "identity"
@@ -113,13 +117,15 @@ class DenseBackward(BlockSums, Dense):
         functions = FUNCTIONS * 64 * self.functions / self.gpu.rates.special_functions
         alone = products + SUMS_ALONE * sums + functions + memory  # of a tile that nothing runs beside
         busy = beside(BESIDE, products, sums, functions, WHOLE_ROWS * memory)
-        return START_US + max(alone * math.ceil(tiles / self.groups), alone + (tiles - 1) * busy)
+        return START_US + tiles_us(tiles, self.groups, alone, busy)
 
     @kept
     def functions(self) -> int:
         """Special functions of a sample: of what is made once more, and of slopes."""
-        each = (of_value(chain.activation) + of_slope(chain.activation) for chain in self.layers)
-        return sum(self.columns(i)[1] * count for i, count in enumerate(each))
+        return sum(
+            self.columns(i)[1] * (self.makes_again(i) * of_value(chain.activation) + of_slope(chain.activation))
+            for i, chain in enumerate(self.layers)
+        )
 
     title = "dense layers, backward"
 

@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.stack.dense import beside
+from factorlayer.kernels.stack.dense import beside, tiles_us
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.work import round_up
@@ -110,10 +109,13 @@ class DenseBackward32(DenseBackward):
         ending = first + last // 2  # what x gets, and the next samples
         return kept + max(forward, ending) + OTHER_REGISTERS
 
+    def makes_again(self, i: int) -> bool:
+        return i < len(self.layers) - 1 or self.has_slope(i)
+
     def us_of(self, batch: int) -> float:
         tiles = math.ceil(batch / (64 * self.gpu.sms))
-        columns, last = [self.columns(i) for i in range(len(self.layers))], len(self.layers) - 1
-        forward = sum(k * n for i, (k, n) in enumerate(columns) if i < last or self.has_slope(i))
+        columns = [self.columns(i) for i in range(len(self.layers))]
+        forward = sum(k * n for i, (k, n) in enumerate(columns) if self.makes_again(i))
         back = sum(k * n for k, n in columns) + sum(64 * rows * right for rows, right in self.tiles)
         products = 2 * 64 * (forward + back) / (0.3 * self.gpu.flops["bfloat16"])
         each = sum(n * (16 if self.has_slope(i) else 4) + k * 4 for i, (k, n) in enumerate(columns))
@@ -124,17 +126,7 @@ class DenseBackward32(DenseBackward):
         rows = min(64, batch) / 64
         alone = WAIT_US * len(columns) + products + others + functions + rows * (memory + x + y)
         busy = beside(BESIDE, products, others, functions, memory) + x
-        return START_US + max(alone * math.ceil(tiles / self.groups), alone + (tiles - 1) * busy)
-
-    @kept
-    def functions(self) -> int:
-        """Special functions of a sample: of what is made once more, and of slopes."""
-        last = len(self.layers) - 1
-        made = [i < last or self.has_slope(i) for i in range(len(self.layers))]
-        each = (
-            again * of_value(c.activation) + of_slope(c.activation) for again, c in zip(made, self.layers, strict=True)
-        )
-        return sum(self.columns(i)[1] * count for i, count in enumerate(each))
+        return START_US + tiles_us(tiles, self.groups, alone, busy)
 
     def __str__(self) -> str:
         return super().__str__() + ", tf32"

@@ -178,11 +178,11 @@ class DenseStreamed(Dense):
         load = products = read = 0.0
         for (p, _), c, chunks in zip(self.sizes, self.shapes, self.chunks, strict=True):
             columns, chunk = c.all, 128 * c.n * c.slabs
-            widest = max(w for w in (2, 4, 8, 16, 32, 128) if p * self.size % w == 0)
-            whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 2.1, 32: 1.4, 128: 1.0}[widest] if not self.in_chunks else 1.0
             if self.in_chunks:
                 load += chunks * max(chunk / 100e3, PREPARED_US / (self.slots - 1))
             else:
+                widest = max(w for w in (2, 4, 8, 16, 32, 128) if p * self.size % w == 0)
+                whole = {2: 4.0, 4: 3.0, 8: 2.0, 16: 2.1, 32: 1.4, 128: 1.0}[widest]
                 load += chunks * whole * (CHUNK_US + chunk / CHUNK_BYTES)
             products += 2.3 * columns * c.k / self.slab / self.gpu.rates.cycles
             read += 128 * c.k / self.slab * (columns * (groups + 1) + 64 * groups * c.parts * c.passes)
