@@ -21,8 +21,8 @@ LIMITS[120] = (101376, 170)
 class Library:
     """How fast PyTorch's operations are inside a CUDA graph. Rates of whole products are those of cuBLAS on an H200,
     measured; all else is fitted to the times of the batched implementation and of dense layers in 550 drawn rows on it,
-    benches/results/earlier/cuda-4711.json, cuda-914027.json and cuda-271833.json. Names of units are those of
-    plan/library.py."""
+    benches/results/earlier/cuda-4711.json, cuda-914027.json and cuda-271833.json, and of doubles to those in
+    benches/results/sweeps. Names of units are those of plan/library.py."""
 
     kernel_us: float  # from one operation to the next
     product_us: float  # that a matrix product takes beside it,
@@ -126,9 +126,10 @@ class Gpu:
     def library(self) -> Library:
         """PyTorch's operations on it: an H200's, with the rates of products scaled."""
         scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}
-        flops = {"float64": 0.36e6, "float32": 0.34e6, "tf32": 3e6, "bfloat16": 5.5e6, "float16": 5.5e6}
-        step_us = {"float64": 0.106, "float32": 0.615, "tf32": 0.132, "bfloat16": 0.007, "float16": 0.007}
+        flops = {"float64": 0.44e6, "float32": 0.34e6, "tf32": 3e6, "bfloat16": 5.5e6, "float16": 5.5e6}
+        step_us = {"float64": 0.179, "float32": 0.615, "tf32": 0.132, "bfloat16": 0.007, "float16": 0.007}
         # Of rows that 16 bytes do not divide, and what is loaded at once
+        flops["float64 by 8"], step_us["float64 by 8"] = 0.236e6, 0.17
         flops["tf32 by 4"], step_us["tf32 by 4"] = 0.67e6, 0.31
         for dtype in ("bfloat16", "float16"):
             flops[f"{dtype} by 4"], step_us[f"{dtype} by 4"] = 1.45e6, 0.18
@@ -146,6 +147,6 @@ class Gpu:
             odd_bytes=0.35 * self.memory_bytes,
             flops={unit: rate * scale[unit.split(" ")[0]] for unit, rate in flops.items()},
             step_us=step_us,
-            block_us={"float64": 0.96, "float32": 0.78, "tf32": 1.36, "bfloat16": 1.2, "float16": 1.2},
-            added_us={"float64": 3.7, "float32": 0.85, "tf32": 0.49, "bfloat16": 0.31, "float16": 0.31},
+            block_us={"float64": 0.9, "float32": 0.78, "tf32": 1.36, "bfloat16": 1.2, "float16": 1.2},
+            added_us={"float64": 1.3, "float32": 0.85, "tf32": 0.49, "bfloat16": 0.31, "float16": 0.31},
         )

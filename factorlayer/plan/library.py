@@ -60,7 +60,8 @@ def _product_us(product: Product, dtype: str, gpu: Gpu) -> float:
     unit = unit_of(dtype, access)
     in_pairs = gpu.clusters and unit in ("tf32", "bfloat16", "float16")  # two blocks share one operand
     moved = p.count * (p.m * p.k + p.k * p.n + p.m * p.n) * size
-    memory = moved / (gpu.sms * (rates.odd_bytes if unit != dtype else rates.product_bytes))
+    small = unit != dtype and size < 8  # pieces that are less than a double
+    memory = moved / (gpu.sms * (rates.odd_bytes if small else rates.product_bytes))
     steps, way = -(-p.k // STEP), math.inf
     for rows, columns in TILES:
         read = rows + columns / (2 if in_pairs else 1)
@@ -78,10 +79,10 @@ def _product_us(product: Product, dtype: str, gpu: Gpu) -> float:
 
 
 def unit_of(dtype: str, access: int) -> str:
-    """The name that rates of products have: of float and double they do not depend on how operands are loaded."""
-    if access == WHOLE or dtype in ("float64", "float32"):
+    """The name that rates of products have: of floats they do not depend on how operands are loaded."""
+    if access == WHOLE or dtype == "float32":
         return dtype
-    return f"{dtype} by {4 if dtype == 'tf32' or access > 2 else 2}"
+    return f"{dtype} by {min(access, max(4, ELEMENT_BYTES[dtype]))}"
 
 
 @dataclass(frozen=True)
