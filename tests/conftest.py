@@ -1,8 +1,9 @@
 """Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
 
 FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
-FACTORLAYER_TEST_SHARE=4 has one case in four of each test with more than a few, drawn by FACTORLAYER_TEST_DRAWN:
-.ci/run has others for every commit. All cases run without it.
+FACTORLAYER_TEST_SHARE=8 has one case in eight of each test, and one at least, but only one in four of the tests that
+say that they take seconds (`long`), drawn by FACTORLAYER_TEST_DRAWN: .ci/run has others for every commit. All run
+without it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ gc.disable()  # until all tests are found: there is much to look at, and nothing
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
 SHARE = int(os.environ.get("FACTORLAYER_TEST_SHARE", "1"))
-FEW_CASES = 4  # of a test, which all run
+LONG_SHARE = 4  # of tests that take seconds, one in so many runs where not all cases do
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,18 +62,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(line)
     if SHARE > 1:
         terminalreporter.write_line(
-            f"one case in {SHARE} of tests that have more than {FEW_CASES}, drawn by {DRAWN}={os.environ[DRAWN]}"
+            f"one case in {SHARE} of each test, and one in {LONG_SHARE} of those that take seconds, drawn by "
+            f"{DRAWN}={os.environ[DRAWN]}"
         )
+
+
+def test_of(case: str) -> str:
+    return case.partition("[")[0]
+
+
+def place(name: str, number: str) -> int:
+    """Where the number has the name, among all."""
+    return int(hashlib.sha256(f"{number} {name}".encode()).hexdigest(), 16)
 
 
 def draw(names: list[str], number: str) -> set[str]:
     """One in SHARE of a test's cases, and one at least."""
+    found = {name for name in names if place(name, number) % SHARE == 0}
+    return found or {min(names, key=lambda name: place(name, number))}
 
-    def place(name: str) -> int:
-        return int(hashlib.sha256(f"{number} {name}".encode()).hexdigest(), 16)
 
-    found = {name for name in names if len(names) <= FEW_CASES or place(name) % SHARE == 0}
-    return found or {min(names, key=place)}
+def draw_long(tests: Iterable[str], number: str) -> set[str]:
+    """One in LONG_SHARE of the tests that take seconds."""
+    ordered = sorted(tests, key=lambda name: place(name, number))
+    return set(ordered[::LONG_SHARE])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -94,8 +107,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if SHARE > 1:
         from compiled import DRAWN
 
-        tests = itertools.groupby((item.nodeid for item in items), key=lambda name: name.partition("[")[0])
-        drawn = set().union(*(draw(list(cases), os.environ[DRAWN]) for _, cases in tests))
+        number = os.environ[DRAWN]
+        long = {test_of(item.nodeid) for item in items if item.get_closest_marker("long")}
+        left_out = long - draw_long(long, number)
+        tests = itertools.groupby((item.nodeid for item in items), key=test_of)
+        drawn = set().union(*(draw(list(cases), number) for test, cases in tests if test not in left_out))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
         items[:] = [item for item in items if item.nodeid in drawn]
     for item in items:

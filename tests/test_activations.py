@@ -264,6 +264,7 @@ def exactly(e: Expression, x: Tensor, p: Tensor) -> Tensor:
     return torch.from_numpy(kept[-1].copy())
 
 
+@pytest.mark.long
 @given(expressions(), st.lists(st.sampled_from(SPECIAL) | st.floats(-30, 30), min_size=3, max_size=3))
 @settings(max_examples=300)
 def test_programs_are_run_step_by_step(e: Expression, values: list[float]) -> None:

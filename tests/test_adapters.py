@@ -411,6 +411,7 @@ def test_a_record_prints_layers_that_are_alike_once() -> None:
     ]
 
 
+@pytest.mark.long
 def test_its_import_brings_no_other_package() -> None:
     code = (
         "import sys; from factorlayer import adapters; "

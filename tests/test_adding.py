@@ -45,6 +45,7 @@ def files_of(heading: str) -> list[str]:
     return re.findall(r"^- \[([\w/.]+)\]", section, re.M)
 
 
+@pytest.mark.long
 def test_a_gpu_is_one_row(copy: Path) -> None:
     (module,) = (path for path in (copy / "factorlayer").rglob("gpu.py") if "LIMITS[" in path.read_text())
     assert module.relative_to(copy).as_posix() == files_of("A GPU")[0]

@@ -172,6 +172,7 @@ def test_refused_times_are_kept_out_and_reported(monkeypatch: pytest.MonkeyPatch
     assert len(row.broken) == 2
 
 
+@pytest.mark.long
 def test_measured_ceilings_are_plausible() -> None:
     limits = measure_ceilings("cpu", "float32")
     assert 1e9 < limits.rate < 1e14
@@ -290,6 +291,7 @@ def quick_run(output: Path, *options: str) -> Any:
     return CliRunner().invoke(run.app, [*arguments, *options])
 
 
+@pytest.mark.long
 def test_a_quick_run_saves_results(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     output = tmp_path / "quick.json"
@@ -313,6 +315,7 @@ def markers(name: str) -> str:
     return f"<!-- benches:begin {name} -->\n<!-- benches:end {name} -->\n"
 
 
+@pytest.mark.long
 def test_a_block_goes_from_a_run_to_tables_report_and_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "WORKLOADS", (TINY, TINY_BLOCK))
     page, readme, output = tmp_path / "tables.md", tmp_path / "README.md", tmp_path / "results" / "cpu.json"

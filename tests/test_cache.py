@@ -173,6 +173,7 @@ def test_the_key_of_a_kernel(cache: Path) -> None:
     assert version.endswith(f" ({Path(nvrtc).stat().st_size} bytes)")  # which tells builds of one version apart
 
 
+@pytest.mark.long
 @linux
 def test_a_file_is_on_disk_before_it_has_its_name(cache: Path, plan: Path, tmp_path: Path) -> None:
     """Else a machine that goes down could leave an empty file under a name that is right."""
@@ -361,6 +362,7 @@ def test_a_chain_without_a_plan_leaves_nothing(cache: Path) -> None:
     assert not cache.exists()
 
 
+@pytest.mark.long
 def test_plans_of_eight_processes_from_cold(cache: Path, chain: Path) -> None:
     processes = [start(chain, cache, PLAN) for _ in range(8)]
     for process in processes:
@@ -370,6 +372,7 @@ def test_plans_of_eight_processes_from_cold(cache: Path, chain: Path) -> None:
     assert file.endswith(".plan")
 
 
+@pytest.mark.long
 def test_a_plan_that_cannot_be_kept_is_no_trouble(chain: Path, tmp_path: Path, small_disk: Path) -> None:
     (tmp_path / "file").write_text("mine")
     assert run_once(chain, tmp_path / "file", PLAN) == ""
@@ -383,6 +386,7 @@ def test_a_plan_that_cannot_be_kept_is_no_trouble(chain: Path, tmp_path: Path, s
 # Processes
 
 
+@pytest.mark.long
 def test_eight_processes_from_cold(cache: Path, plan: Path) -> None:
     processes = [start(plan, cache) for _ in range(8)]
     for process in processes:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 SECONDS = 4  # .ci/run goes on for longer
 
 
+@pytest.mark.long
 def test_cases_of_a_new_seed() -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     counts, faults = campaign.campaign(seed, SECONDS, bytes=1 << 20)

@@ -749,6 +749,7 @@ def test_source_of_dense_layers_is_one_kernel_where_there_is_one(empty_cache: Pa
     assert [one["layers"] for one in each] == [["layers.0"], ["layers.1"]]
 
 
+@pytest.mark.long
 def test_source_of_a_model(models: Path, empty_cache: Path) -> None:
     found = json.loads(run("--model nets.py:Net 16 check --json --source --arch 80").stdout)["source"]
     layers = [layer for one in found for layer in one["layers"]]
@@ -1072,12 +1073,14 @@ def test_program_prints_tables_on_stdout() -> None:
     assert (done.stderr, done.returncode) == ("", 0)
 
 
+@pytest.mark.long
 def test_program_keeps_stdout_for_json(tmp_path: Path) -> None:
     done = run_program(f"4 8 8 profile --json --trace {tmp_path}/t.json")
     assert json.loads(done.stdout)["command"] == "profile"
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_program_exits_with_1_if_implementations_differ() -> None:
     code = """
 import factorlayer.functional

@@ -164,6 +164,7 @@ ONE_DONE = b"1/8"
 BENCH = "--device cpu 8 8 8 bench --min-run-time 0.3"
 
 
+@pytest.mark.long
 def test_bench_prints_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
     plot = tmp_path / "out.png"
     status, out, shown = interrupted(f"{BENCH} --plot {plot}", ONE_DONE, tmp_path)
@@ -174,6 +175,7 @@ def test_bench_prints_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
     assert (status, "Traceback" in shown) == (130, False)
 
 
+@pytest.mark.long
 def test_bench_as_json_has_what_was_measured_before_ctrl_c(tmp_path: Path) -> None:
     status, out, shown = interrupted(f"{BENCH} --json", ONE_DONE, tmp_path)
     found = json.loads(out)
@@ -196,6 +198,7 @@ def test_bench_before_the_first_figure(tmp_path: Path) -> None:
     assert (status, plot.exists()) == (130, False)
 
 
+@pytest.mark.long
 def test_profile_keeps_the_steps_before_ctrl_c(tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     arguments = f"--device cpu 256 32 32 profile --steps 100000 --json --trace {trace}"

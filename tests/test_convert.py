@@ -575,6 +575,7 @@ def test_it_trains(structure: str) -> None:
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in plain.h.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.feature("convert: torch.compile of a converted model as a whole graph", result="works")
 def test_it_compiles() -> None:
     plain = model()

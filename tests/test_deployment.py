@@ -77,12 +77,14 @@ aoti_loads = fails_before_2_12(
 )
 
 
+@pytest.mark.long
 @aoti_loads
 @pytest.mark.feature("AOTInductor, from Python", result="works")
 def test_aot_inductor_in_python(package: Path, run: Run) -> None:
     run(*python(), "load.py")
 
 
+@pytest.mark.long
 @aoti_loads
 @pytest.mark.feature("AOTInductor, from C++", result="works")
 def test_aot_inductor_in_cpp(package: Path, folder: Path, run: Run) -> None:
@@ -91,6 +93,7 @@ def test_aot_inductor_in_cpp(package: Path, folder: Path, run: Run) -> None:
     torch.testing.assert_close(found, expected_of(folder, (torch.arange(33 * 64).float() / 1000).reshape(33, 64)))
 
 
+@pytest.mark.long
 @pytest.mark.feature("torch.export, run where factorlayer is not", result="falls back")
 def test_export_runs_where_factorlayer_is_not(folder: Path, run: Run) -> None:
     run(*python(), "export.py")
@@ -98,6 +101,7 @@ def test_export_runs_where_factorlayer_is_not(folder: Path, run: Run) -> None:
     run(*python(), "-c", hide + PROGRAMS["elsewhere.py"])
 
 
+@pytest.mark.long
 @pytest.mark.feature("ONNX", result="falls back")
 def test_onnx(run: Run) -> None:
     for needed in ("onnx", "onnxscript"):
@@ -168,6 +172,7 @@ def test_traced_with_gradients_it_is_refused_or_batched(kind: str) -> None:
     assert y.requires_grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["layer", "block"])
 def test_onnx_refuses_fused(kind: str) -> None:
     pytest.importorskip("onnxscript")

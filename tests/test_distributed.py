@@ -72,6 +72,7 @@ def train_one_rank(rank: int) -> None:
             torch.testing.assert_close(whole, expected.grad)
 
 
+@pytest.mark.long
 @pytest.mark.feature("DistributedDataParallel and fully_shard", result="works")
 def test_data_parallel_and_fully_sharded(tmp_path: Path) -> None:
     run(train_one_rank, tmp_path)
@@ -158,6 +159,7 @@ def train_models(rank: int) -> None:
     assert losses(by_blocks(transformer(), mp_policy=policy), mine) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.feature("DistributedDataParallel and fully_shard of converted, fused and recurrent models", result="works")
 def test_models_are_trained_as_by_one_process(tmp_path: Path) -> None:
     run(train_models, tmp_path)
@@ -205,6 +207,7 @@ def keep_models(rank: int, folder: str) -> None:
         again.h[0].mlp["c_fc"].to_dense()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.feature("fully_shard: torch.distributed.checkpoint, whole state_dict, safetensors files", result="works")
 def test_sharded_models_are_kept(tmp_path: Path) -> None:
@@ -301,6 +304,7 @@ def refuse_dtensors(kind: str, mesh: DeviceMesh) -> None:
         model(distribute_tensor(x, other, [Replicate(), Replicate()]))
 
 
+@pytest.mark.long
 @pytest.mark.feature("DTensors", result="works")
 def test_dtensors(tmp_path: Path) -> None:
     run(run_dtensors, tmp_path)

@@ -1563,6 +1563,7 @@ def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: i
     check_gradients_of_any(spec, found, batch, emulator)
 
 
+@pytest.mark.long
 def test_all_gradients_of_eights_at_once(emulator: Emulator) -> None:
     """Of three samples and of three units of one; x's does not know x."""
     modes, spec = tuple(Mode(((i, 8, 8),)) for i in range(5)), kronecker((8,) * 5, (8,) * 5)
@@ -2564,6 +2565,7 @@ def check_gradients_of_stack(found: Plan, layers: list[Chain], batch: int, emula
 ELSEWHERE = "triple", "mapped", "monarch chunks"  # families with a file of tests each
 
 
+@pytest.mark.long
 def test_cases_cover_the_families() -> None:
     """Of forward passes: every dtype that a record takes, and an activation that learns."""
     kinds = OF_WORK, OF_PRODUCT, OF_MIXED_PRODUCT, OF_MONARCH

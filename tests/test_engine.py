@@ -716,6 +716,7 @@ def test_the_matrix_covers_all() -> None:
     assert elsewhere == set(map(spec_id, SPECS))
 
 
+@pytest.mark.long
 def test_a_plan_goes_through_the_runtime(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the runtime's own options, into its cache: what a machine without a GPU does for one that has it."""
     try:
@@ -746,6 +747,7 @@ def has_plan_in_float32(chain: Chain) -> bool:
     return has_plan(chain.text, "float32", 90, 132, 232448)
 
 
+@pytest.mark.long
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())

@@ -52,11 +52,13 @@ def test_the_equation_of_poisson_is_that_of_its_solution() -> None:
     torch.testing.assert_close(-hessians.diagonal(dim1=1, dim2=2).sum(1), poisson.source(places).detach())
 
 
+@pytest.mark.long
 def test_poisson() -> None:
     found = run("poisson", "--width 24 --hidden 2 --steps 250 --batch 256 --rate 0.01")
     assert float(re.search(r"relative error of u (\S+),", found)[1]) < 0.05
 
 
+@pytest.mark.long
 def test_digits() -> None:
     pytest.importorskip("sklearn")
     found = run("digits", "--side 12 --hidden 1 --rank 4 --epochs 8 --batch 64 --rate 0.01")
@@ -125,6 +127,7 @@ def test_shrink(tmp_path: Path) -> None:
     assert "the whole model: " in found and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_distil() -> None:
     pytest.importorskip("sklearn")
     found = run("distil", "--width 32 --layers 1 --epochs 2 --rate 0.01")
@@ -133,6 +136,7 @@ def test_distil() -> None:
     assert sum(float(fitted) < 0.9 * float(projected) for *_, projected, fitted in rows) >= 6
 
 
+@pytest.mark.long
 def test_language(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sizes = "--width 32 --heads 2 --layers 1 --context 32 --steps 60 --seconds 0.1 --rate 0.01"

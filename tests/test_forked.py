@@ -73,6 +73,7 @@ def ignores_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+@pytest.mark.long
 def test_it_hears_ctrl_c_where_who_asks_does_and_not_where_the_server_does() -> None:
     """Tests that run in the background have a server that ignores it."""
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"

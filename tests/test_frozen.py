@@ -214,6 +214,7 @@ def test_in_place_copies_checkpoints_and_dtypes_are_frozen(again: Callable[[nn.M
     assert not torch.allclose(unfreeze(fused)(IDS), other(IDS))
 
 
+@pytest.mark.long
 @torch.no_grad()
 @pytest.mark.feature("frozen blocks: torch.compile of a model that is fused in place", result="works")
 def test_in_place_it_compiles_frozen_and_not() -> None:

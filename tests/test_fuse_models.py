@@ -221,6 +221,7 @@ def test_compiled_as_a_whole_such_a_model_is_the_same_and_says_what_to_do(dynami
     assert sum(node.target is nn.functional.linear for graph in graphs for node in graph.nodes) == 1  # out
 
 
+@pytest.mark.long
 @pytest.mark.feature("fuse: torch.compile of models that are fused in place", result="works")
 @pytest.mark.parametrize("gated", [False, True])
 def test_in_place_a_model_stays_what_it_is(gated: bool) -> None:
@@ -570,6 +571,7 @@ def test_what_is_set_in_the_result_is_the_modules() -> None:
     assert not plain.training
 
 
+@pytest.mark.long
 def test_changes_count_when_compiled() -> None:
     torch._dynamo.reset()
     plain = Options().double()

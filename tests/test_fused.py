@@ -92,6 +92,7 @@ POSITIONS_CASES = [
 # The rule
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS), badly_scaled=st.booleans(), seed=st.integers(0, 999))
@@ -432,6 +433,7 @@ for dtype in (torch.float16, torch.bfloat16):  # conversions, both ways, are tho
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", ["avx512", "avx2", "generic"])
 def test_every_build(build: str) -> None:
     """FACTORLAYER_CPU chooses the build once per process, so each has one of its own; with one thread and two, in

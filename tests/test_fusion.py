@@ -218,6 +218,7 @@ def test_a_dropout_in_place_stays_where_it_is() -> None:
     assert stacks(fuse(plain)) == [["0: 4 -> 6, tanh"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.feature("fuse: torch.compile as a whole graph", result="works")
 def test_compiles_as_a_whole(dynamic: bool) -> None:
@@ -556,6 +557,7 @@ def test_forwards_and_hooks_of_their_own_run() -> None:
         fuse(plain)
 
 
+@pytest.mark.long
 def test_threads_may_trace_and_call_at_once() -> None:
     """torch.fx changes nn.Module's own methods while it traces, for all threads."""
     x, plain = torch.randn(4, 12).double(), model().eval()

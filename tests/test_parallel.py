@@ -220,6 +220,7 @@ def refuses(mesh: DeviceMesh) -> None:
         parallelize_module(parallelize_module(pair("monarch"), mesh, PAIR), mesh, PAIR)
 
 
+@pytest.mark.long
 @pytest.mark.feature("tensor parallelism: ColwiseParallel, RowwiseParallel, sequences, torch.compile", result="works")
 def test_layers_are_shared_out(tmp_path: Path) -> None:
     run(share_out, tmp_path)
@@ -276,6 +277,7 @@ def train(rank: int, folder: str) -> None:
             torch.testing.assert_close(state[name], whole(value), rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.feature("tensor parallelism: converted models, with fully_shard, clipping and checkpoints", result="works")
 def test_a_converted_model_is_trained_as_by_one_process(tmp_path: Path) -> None:
     run(train, tmp_path, str(tmp_path))

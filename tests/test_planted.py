@@ -49,6 +49,7 @@ def test_it():
 """
 
 
+@pytest.mark.long
 def test_one_fault_is_caught_and_one_that_is_none_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a repository that is built in no time. Each fault is taken out before the next one."""
     house = tmp_path / "house"

@@ -284,6 +284,7 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
     assert not others and tile(product, BATCHES[samples > 64], gpu).us_of(samples) == pytest.approx(measured, rel=0.3)
 
 
+@pytest.mark.long
 def test_kernels_times_are_predicted() -> None:
     """Of drawn layers, forward, on an H100, which ran these plans."""
     seed, found = 112701, []

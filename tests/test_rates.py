@@ -124,6 +124,7 @@ def _predicted(gpu: Gpu) -> list[object]:
     return [[times(text, dtype, gpu, batch_class) for text, dtype, batch_class in CASES], of_library]
 
 
+@pytest.mark.long
 def test_every_number_counts(folder: Path) -> None:
     """Each GPU's table has another number changed, and only their memory tells them apart."""
     names = list(RATES.by_name)

@@ -44,6 +44,7 @@ def assert_same(found: list[Tensor], right: list[Tensor]) -> None:
         assert nearly(a.detach(), b.detach())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "dynamic"), [("dense", True), ("kronecker", False)])
 @pytest.mark.feature("FactorGRU: torch.compile as a whole graph", result="works")
 def test_compiles_as_a_whole(kind: str, dynamic: bool) -> None:

@@ -95,6 +95,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.long
 def test_a_record_takes_all_that_its_family_has_kernels_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for everything, but for sums of products, which a family need not look for."""
     admits, seen = Takes.admits, set[tuple[str, bool]]()

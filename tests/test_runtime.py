@@ -480,6 +480,7 @@ for clock, bus in ("3201000", "6144"), ("2619000", "5120"), ("0", "0"):
 """
 
 
+@pytest.mark.long
 def test_what_a_driver_says_of_a_gpu(native: Path) -> None:
     """Of an H200, of an H100, and of one whose memory nobody knows, each in a process that has asked none before."""
     command, answers = [sys.executable, "-c", LIMITS], {"LD_LIBRARY_PATH": str(native)}

@@ -50,6 +50,7 @@ def test_what_is_left_out_is_there() -> None:
     assert command(True, "-x tests/test_a.py", 1)[-2:] == ["-x", "tests/test_a.py"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["avx2", "sse"])
 def test_pytorch_takes_the_instructions(name: str, tmp_path: Path) -> None:
     if not torch.cpu._is_avx2_supported():
@@ -96,16 +97,25 @@ def test_the_order_is_another_one_for_each_seed(monkeypatch: pytest.MonkeyPatch)
 
 def test_cases_are_drawn_by_a_number_and_no_test_goes_without() -> None:
     draw = runpy.run_path(str(CONFTEST))["draw"]
-    draw.__globals__["SHARE"] = 4
+    draw.__globals__["SHARE"] = 8
     tests = [[f"test_{i}[{j}]" for j in range(1 + i)] for i in range(60)]
     for cases in tests:
         found = draw(cases, "7")
         assert found and found <= set(cases) and found == draw(cases, "7")
-        assert len(cases) > 4 or found == set(cases)
-    assert sum(len(draw(cases, "7")) for cases in tests) < 0.35 * sum(map(len, tests))
+    assert sum(len(draw(cases, "7")) for cases in tests) < 0.2 * sum(map(len, tests))
     assert {name for number in range(60) for name in draw(tests[-1], str(number))} == set(tests[-1])
 
 
+def test_each_test_that_takes_seconds_is_drawn_by_some_number() -> None:
+    draw_long = runpy.run_path(str(CONFTEST))["draw_long"]
+    tests = [f"test_{i}" for i in range(50)]
+    assert len(draw_long(tests, "7")) == 13 and draw_long(tests, "7") == draw_long(reversed(tests), "7")
+    assert draw_long(tests, "7") != draw_long(tests, "8")
+    assert set().union(*(draw_long(tests, str(number)) for number in range(40))) == set(tests)
+    assert draw_long(tests[:1], "7") == set(tests[:1]) and not draw_long([], "7")
+
+
+@pytest.mark.long
 def test_a_run_counts_and_fails_where_a_test_does() -> None:
     status, text = call("sse", "threads-2", "order", "--together", "--seed=7", "--processes=0", "--select", PASSES)
     assert status == 0, text

@@ -151,6 +151,7 @@ def test_tilings_are_within_the_limits(dtype: str) -> None:
         assert tile(layers, dtype, batch, gpu) in found
 
 
+@pytest.mark.long
 def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None:
     text = " | ".join(layer.text for layer in dense(20, 30, 30, 10))
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):

@@ -201,6 +201,7 @@ def stacks(draw: st.DrawFn) -> Stack:
     return Stack(tuple(layers))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @given(stack=stacks(), layout=st.sampled_from(LAYOUTS), seed=st.integers(0, 999))
 @settings(max_examples=60)
@@ -430,6 +431,7 @@ for dtype in DTYPES:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", ["avx2", "generic"])
 def test_every_build(build: str) -> None:
     """The best that this processor runs is what all other tests run."""

@@ -51,6 +51,7 @@ def gradients_by(kind: type[ByWarpgroups], spec: LayerSpec, dtype: str, chain: C
     return Plan(chain, dtype, MANY, HOPPER, passes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "spec", "dtype", "terms"), FAMILIES, ids=str)
 def test_all_gradients(
     kind: type[ByWarpgroups], spec: LayerSpec, dtype: str, terms: list[int], emulator: Emulator

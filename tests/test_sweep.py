@@ -330,6 +330,7 @@ def first_rows() -> list[tuple[Workload, str]]:
     ]
 
 
+@pytest.mark.long
 def test_first_calls_are_made_in_processes_of_one_core() -> None:
     rows: list[tuple[Workload, str]] = [
         *first_rows(),

@@ -202,6 +202,7 @@ def test_compile_of_the_functional_form(layer: FactorLinear) -> None:
     assert_same(compiled(x, layer.weights), function(x, layer.weights))
 
 
+@pytest.mark.long
 @pytest.mark.feature("torch.compile by Inductor, trained", result="works")
 def test_compile_with_inductor_trains_as_eager() -> None:
     torch._dynamo.reset()

@@ -21,6 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*python(), *arguments], cwd=TESTS, capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.long
 def test_rounds_of_a_new_seed() -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     done = run("torture.py", "--seed", str(seed), "--seconds", "8")

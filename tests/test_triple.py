@@ -244,6 +244,7 @@ BACKWARD = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("p", "q", "dtype", "batch", "tiling"), BACKWARD)
 def test_all_gradients_are_right_and_keep_samples_apart(
     p: Sizes, q: Sizes, dtype: str, batch: int, tiling: dict[str, int], emulator: Emulator

@@ -95,11 +95,13 @@ def errors(
     return errors_by_file(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_no_errors(errors: Errors, name: str) -> None:
     assert errors[name] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_runs(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(program(PAGES[name]))
@@ -109,6 +111,7 @@ def test_a_page_runs(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_wrong_name_is_an_error(errors: Errors) -> None:
     wrong = {number for number, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# wrong")}
     assert len(wrong) == 6

@@ -94,6 +94,7 @@ def test_a_dense_weight_makes_what_its_factors_do(
     np.testing.assert_array_equal(again[fine], made[fine])
 
 
+@pytest.mark.long
 @sizes
 def test_all_gradients_come_of_the_dense_weights(
     sizes_in: Factors, sizes_out: Factors, rank: int, dtype: str, batch: int, arch: int, emulator: Emulator
