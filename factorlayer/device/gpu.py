@@ -20,9 +20,9 @@ LIMITS[120] = (101376, 170)
 @dataclass(frozen=True)
 class Library:
     """How fast PyTorch's operations are inside a CUDA graph. Rates of whole products are those of cuBLAS on an H200,
-    measured; all else is fitted to the times of the batched implementation and of dense layers in 550 drawn rows on it,
-    benches/results/earlier/cuda-4711.json, cuda-914027.json and cuda-271833.json, and of doubles to those in
-    benches/results/sweeps. Names of units are those of plan/library.py."""
+    measured; all else is fitted to the times of the batched implementation and of dense layers in drawn rows on it: 550
+    of cuda-4711, cuda-914027 and cuda-271833, and for doubles those of cuda-281109, cuda-291107, cuda-291163,
+    cuda-390481 and cuda-704233, all in benches/results/earlier. Names of units are those of plan/library.py."""
 
     kernel_us: float  # from one operation to the next
     product_us: float  # that a matrix product takes beside it,
