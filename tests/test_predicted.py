@@ -109,6 +109,17 @@ def test_large_products_run_at_the_rate_of_the_library(dtype: str, least: float,
     assert least < chain.forward_flops(8192) / us / 1e6 < most
 
 
+def test_rows_that_16_bytes_do_not_divide_take_longer_in_double_too() -> None:
+    """72 > 210 is predicted to take less than 71 > 210, though it has more to do."""
+    odd, even = (
+        contracted_us(
+            Chain.of(LayerSpec("kronecker", (size,), (210,)), False, "identity"), "float64", 47526, Gpu(*LIMITS), False
+        )
+        for size in (71, 72)
+    )
+    assert odd > 1.1 * even
+
+
 @pytest.mark.parametrize("seed", [605551, 50321])
 def test_dense_layers_times_are_predicted(seed: int) -> None:
     """Of drawn rows that nothing was fitted to, on an H200 and an H100, forward and trained."""

@@ -31,7 +31,7 @@ class Library:
     pointwise_bytes: float  # that a multiprocessor moves in operations: element by element,
     turned_bytes: float  # to other places,
     product_bytes: float  # in products,
-    odd_bytes: float  # where rows are no multiples of 16 bytes; of all of them, as much as memory moves
+    odd_bytes: float  # where rows of less than doubles are no multiples of 16 bytes; of all, as much as memory moves
     flops: dict[str, float]  # of products, of a multiprocessor, by units
     step_us: dict[str, float]  # of 32 summands, one behind another, by units
     block_us: dict[str, float]  # until a block's first step, and behind its last one
