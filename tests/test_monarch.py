@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from test_emulator import test_is_right_in_any_order_and_keeps_samples_apart as 
 
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.monarch import monarch_chunks, monarch_pairs
-from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks
+from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks, MonarchKept
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
@@ -53,7 +54,8 @@ def forward(sizes: Sizes, dtype: str, **fields: Any) -> tuple[LayerSpec, Plan]:
     spec, chain = chain_of(sizes, dtype, bias=True)
     tiled = monarch_chunks.tile(chain, dtype, BATCHES[1], GPU)
     assert tiled
-    tiled = replace(tiled, **fields)
+    given = {field.name: getattr(tiled, field.name) for field in dataclasses.fields(tiled)} | fields
+    tiled = (MonarchKept if given["k"] == sizes[0][0] else MonarchChunks)(**given)
     assert tiled.shared <= GPU.shared
     return spec, Plan(chain, dtype, BATCHES[1], GPU, tiled.passes)
 
@@ -108,7 +110,16 @@ TILED: list[tuple[Sizes, str, dict[str, int]]] = [
 @pytest.mark.parametrize(("sizes", "dtype", "fields"), TILED, ids=str)
 def test_tiles_need_not_divide_sizes(sizes: Sizes, dtype: str, fields: dict[str, int], emulator: Emulator) -> None:
     spec, found = forward(sizes, dtype, **fields)
-    assert isinstance(tiled := found.passes[-1], MonarchChunks) and tiled.chunks > 1
+    assert isinstance(tiled := found.passes[-1], MonarchChunks) and tiled.chunks > 1 and len(found.passes) == 2
+    check_forward(spec, found, 41, emulator)
+
+
+# Of which a block has some output groups and columns, in parts that do not divide them, or all
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "columns"), [(3, 5), (4, 7)])
+def test_weights_that_are_kept(groups: int, columns: int, dtype: str, emulator: Emulator) -> None:
+    spec, found = forward(((5, 6), (7, 4), 3), dtype, k=5, groups=groups, columns=columns, samples=16, mt=1, slots=1)
+    assert len(found.passes) == 1
     check_forward(spec, found, 41, emulator)
 
 
@@ -174,7 +185,7 @@ def test_missing_samples_meet_no_infinite_weight(emulator: Emulator) -> None:
 @pytest.mark.parametrize(
     ("which", "old", "new"),
     [
-        (1, "slot * kSlotBytes);\n      __syncthreads();\n      use_states", "slot * kSlotBytes);\n      use_states"),
+        (1, "x + kXBytes);\n      __syncthreads();\n", "x + kXBytes);\n"),
         (2, "      __syncthreads();\n      add<X>", "      add<X>"),
     ],
     ids=["chunks", "pairs"],
@@ -190,7 +201,8 @@ def test_finds_what_is_missing(which: int, old: str, new: str, emulator: Emulato
 
 def test_finds_padding_that_nobody_clears(emulator: Emulator) -> None:
     spec, found = forward(((5, 6), (7, 4), 3), "float64")
-    kernels = [*emulator.compile(found, which=[0]), *emulator.compile(found, {"    clear();\n": ""}, which=[1])]
+    assert len(found.passes) == 1
+    kernels = emulator.compile(found, {"    Base::clear(kResult);\n": ""})
     draw = drawing("float64")
     weights = [draw(*shape) for shape in spec.weight_shapes]
     made, _ = emulator.run(found, kernels, draw(19, spec.in_features), weights, draw(spec.out_features))
@@ -205,3 +217,12 @@ def test_kernels_compile_and_spill_nothing(dtype: str, usage_of: UsageOf) -> Non
     for made in passes[:3]:
         usage = usage_of(made.source("kernel"), "kernel", "sm_90a", OPTIONS)
         assert usage.stored == 0, usage
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_with_weights_that_are_kept_spill_nothing(dtype: str, usage_of: UsageOf) -> None:
+    _, chain = chain_of(((6, 18), (18, 6), 4), dtype, bias=True)
+    made = monarch_chunks.tile(chain, dtype, BATCHES[1], Gpu.of(90))
+    assert isinstance(made, MonarchKept)
+    usage = usage_of(made.source("kernel"), "kernel", "sm_90a", OPTIONS)
+    assert usage.stored == 0, usage

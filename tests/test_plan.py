@@ -39,7 +39,7 @@ from factorlayer.kernels.kronecker.small_double_backward import SmallDoubleBackw
 from factorlayer.kernels.kronecker.small_float import SmallFloat
 from factorlayer.kernels.kronecker.small_float_backward import SmallFloatBackward
 from factorlayer.kernels.monarch import monarch_through
-from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks
+from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks, MonarchKept
 from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs
 from factorlayer.kernels.monarch.monarch_through import MonarchThrough
 from factorlayer.kernels.monarch.slab_backward import SlabBackward
@@ -1126,9 +1126,12 @@ def test_a_large_factors_rows_are_not_in_more_parts_than_there_are_multiprocesso
 
 @dtypes
 def test_few_samples_of_untied_contractions_have_passes_of_their_own(dtype: str) -> None:
-    """Forward by one each, and all gradients by three, whatever divides their rows."""
+    """Forward by one each, unless a block has room for all weights, and all gradients by three, whatever divides their
+    rows."""
     limits = 90, 132, 232448
-    for spec in (monarch((16, 256), (688, 16), rank=16), monarch((5, 6), (5, 3)), monarch((7, 47), (47, 5), rank=9)):
+    small = plan(Chain.of(monarch((5, 6), (5, 3)), True, "relu"), dtype, BATCHES[0], Gpu.of(90)).passes
+    assert [type(p) for p in small] == [MonarchKept]
+    for spec in (monarch((16, 256), (688, 16), rank=16), monarch((7, 470), (470, 5), rank=9)):
         for batch in BATCHES:
             passes = plan(Chain.of(spec, True, "relu"), dtype, batch, Gpu.of(90)).passes
             found = [isinstance(p, Few) for p in passes]

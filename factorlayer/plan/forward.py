@@ -44,7 +44,7 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     of_class = functools.partial(class_us, batch=batch, untied=chain.is_monarch)
     at_once = [
         (offer.us / sum_us(offer.passes) * of_class(offer.passes), offer.passes)
-        for offer in _at_once(chain, dtype, batch, gpu, best)
+        for offer in _at_once(chain, dtype, batch, gpu)
     ]
     apart = min([(of_class(best.passes), best.passes), *at_once], key=lambda way: way[0])[1]
     if batch <= BATCHES[0] or not whole.takes(chain, dtype):
@@ -97,11 +97,10 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     return min(filter(None, ways), key=sum_us, default=())
 
 
-def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu, best: Plan) -> Iterator[Offer]:
-    """The fastest pass that takes both contractions of a Monarch layer, unless few samples have a family for
-    themselves; and the fastest for a dense layer: a family for few samples, or a stack of one for more."""
-    if batch > BATCHES[0] or not family_of(best.passes[0]).alone:
-        yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
+def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Offer]:
+    """The fastest pass that takes both contractions of a Monarch layer; and the fastest for a dense layer: a family for
+    few samples, or a stack of one for more."""
+    yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
     if chain.is_dense and not chain.turn and not chain.x_turned:
         if batch > BATCHES[0]:
             yield from _first(offers(OF_DENSE_LAYER, (chain,), dtype, batch, gpu))

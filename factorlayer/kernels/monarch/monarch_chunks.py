@@ -2,7 +2,8 @@
 tiles and source.
 
 The state between stays in shared memory, of some input groups at a time, so that small ranks are padded together. A
-pass before puts weights into the order of the copies.
+pass before puts weights into the order of the copies. Forward, blocks that take all input groups at once keep their
+weights and need no such pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
+from factorlayer.kernels.passes import FEW, MOST_BLOCKS, Pass, Preparing, Tiled, few_samples
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.timing import waits_of
@@ -36,6 +37,9 @@ MOST_PREPARED = 64 << 20  # bytes
 FEWER_SAMPLES = 4  # times fewer, which have the same plan
 GRAD = 2  # the parameter that grad_y is, behind both weights
 START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
+# Of blocks that keep their weights: until these have come, and for each more turn of what comes through registers.
+# Fitted to 305 tilings of 52 layers on an H200
+KEPT_US, AGAIN_US = 0.1, 0.38
 # Instructions of a warp, counted in PTX: for an item, a sum that is stored, a piece of y; for 16 bytes of a weight that
 # is prepared, a piece of x that is copied, and one that goes through registers, alone or as eight
 OF_ITEM, OF_SUM, OF_PIECE = 40, 8, 8
@@ -161,28 +165,35 @@ class MonarchChunks(OfMonarch):
 
     @kept
     def rows(self) -> tuple[int, int]:
-        """Rows of the first weights for one input group, and of the second ones for one output group, as padded."""
+        """Rows of the first weights that tiles of an input group read, and of the second ones of an output group."""
         return round_up(self.groups * self.rank, 8 * self.n1), round_up(self.columns, 8 * self.nt)
 
     @kept
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes of a chunk's first and second weights."""
         first, second = self.rows
-        of_first = self.k * first * row_stride(self.padded, self.size)
+        of_first = ((self.k - 1) * self.groups * self.rank + first) * row_stride(self.padded, self.size)
         return of_first * self.size, self.groups * second * row_stride(self.depth, self.size) * self.size
 
     @kept
+    def x_bytes(self) -> int:
+        return self.samples * row_stride(self.k * self.padded, self.size) * self.size
+
+    @kept
     def slot_bytes(self) -> int:
-        return self.samples * row_stride(self.k * self.padded, self.size) * self.size + sum(self.weight_bytes)
+        return self.x_bytes + sum(self.weight_bytes)
 
     @kept
     def state_bytes(self) -> int:
         return self.groups * self.samples * row_stride(self.depth, self.size) * self.size
 
     @kept
+    def result_bytes(self) -> int:
+        return self.samples * self.groups * self.columns * self.size
+
+    @kept
     def shared(self) -> int:
-        result = self.samples * self.groups * self.columns * self.size
-        return max(self.slots * self.slot_bytes + self.state_bytes, result)
+        return max(self.slots * self.slot_bytes + self.state_bytes, self.result_bytes)
 
     @kept
     def states(self) -> int:
@@ -233,39 +244,54 @@ class MonarchChunks(OfMonarch):
     def passes(self) -> tuple[Pass, ...]:
         return MonarchChunkWeights(self), self
 
-    def us_of(self, batch: int) -> float:
-        """Microseconds: of a chunk, what multiprocessors multiply, read, issue and get from L2, side by side; blocks
-        that share one wait for each other's."""
-        gpu, size, dtype = self.gpu, self.size, self.dtype
-        a, p, b, q, _ = self.sizes
+    @kept
+    def chunk_work(self) -> tuple[float, float, float]:
+        """Both products of a chunk: microseconds of the matrix unit, bytes of shared memory, instructions of warps."""
+        size, dtype = self.size, self.dtype
         of_a, of_b, of_product = INSTRUCTIONS[dtype]
         states, items = self.states, self.items
         of_states, of_items = -(-states // WARPS) * WARPS, -(-items // WARPS) * WARPS
         first, second = self.padded, self.depth
-        multiply = 2 * 128 * self.mt * (of_states * self.n1 * first + of_items * self.nt * second) / gpu.flops[dtype]
+        multiply = 2 * 128 * self.mt * (of_states * self.n1 * first + of_items * self.nt * second)
         rows, width = 16 * self.mt, self.step
         stored = states * self.mt * self.n1 * 4  # stores of a warp
         read = (states * (rows + 8 * self.n1) * first + items * (rows + 8 * self.nt) * second) * size
-        move = (read + self.slot_bytes + stored * 32 * max(4, size)) / gpu.shared_bytes
         issue = of_states * (
             first / width * (self.mt * of_a + self.n1 * of_b + self.mt * self.n1 * of_product) + OF_ITEM
         )
         issue += of_items * (
             second / width * (self.mt * of_a + self.nt * of_b + self.mt * self.nt * of_product) + OF_ITEM
         )
-        issue += stored * OF_SUM + sum(self.weight_bytes) / 512 * OF_WEIGHT
-        fetched, turns = fetching(self.samples * self.k, p, self.steps["X_STEP"], size)
-        issue += fetched
-        issue *= waits_of(WARPS * self.blocks)
-        chunk = together(multiply, move, issue / gpu.instructions, self.slot_bytes / gpu.l2_bytes)
-        waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
-        # Results
+        return multiply / self.gpu.flops[dtype], read + stored * 32 * max(4, size), issue + stored * OF_SUM
+
+    def ends(self) -> float:
+        """Microseconds of a tile's results, on their way through shared memory."""
+        gpu, size = self.gpu, self.size
+        _, _, b, q, _ = self.sizes
         run, between = self.runs
         made = self.samples * min(self.groups, b) * min(self.columns, q)
         whole = run == between
         sides = 0.0 if whole else 2 * (1 - math.gcd(SECTOR, run * size, between * size) / SECTOR)
-        ends = (items * self.mt * self.nt * 4 * OF_SUM + made * size / self.store / 32 * OF_PIECE) / gpu.instructions
-        ends += 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
+        us = (self.items * self.mt * self.nt * 4 * OF_SUM + made * size / self.store / 32 * OF_PIECE) / gpu.instructions
+        return us + 2 * made * size / gpu.shared_bytes + made / run * sides * PART_US + made * size / gpu.l2_bytes
+
+    def moved(self, batch: int) -> float:
+        """Microseconds of memory."""
+        a, p, b, q, _ = self.sizes
+        return batch * (a * p + b * q) * self.size / (self.gpu.memory_bytes * self.gpu.sms)
+
+    def us_of(self, batch: int) -> float:
+        """Microseconds: of a chunk, what multiprocessors multiply, read, issue and get from L2, side by side; blocks
+        that share one wait for each other's."""
+        gpu = self.gpu
+        multiply, read, issue = self.chunk_work
+        fetched, turns = fetching(self.samples * self.k, self.sizes[1], self.steps["X_STEP"], self.size)
+        issue += fetched + sum(self.weight_bytes) / 512 * OF_WEIGHT
+        issue *= waits_of(WARPS * self.blocks)
+        move = (read + self.slot_bytes) / gpu.shared_bytes
+        chunk = together(multiply, move, issue / gpu.instructions, self.slot_bytes / gpu.l2_bytes)
+        waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
+        ends = self.ends()
         busy = self.chunks * chunk + ends
         alone = (
             self.chunks * max(chunk + waits, gpu.rates.wait_us if self.slots > 1 else 0.0)
@@ -276,9 +302,8 @@ class MonarchChunks(OfMonarch):
         full, rest = divmod(blocks, gpu.sms * self.blocks)
         last = -(-rest // gpu.sms)
         us = full * max(self.blocks * busy, alone) + (max(last * busy, alone) if last else 0.0)
-        moved = batch * (a * p + b * q) * size / (gpu.memory_bytes * gpu.sms)
         prepared = START_US + self.prepared_bytes / (gpu.l2_bytes * gpu.sms) * 8
-        return 2 * gpu.rates.behind_us + prepared + together(us, moved)
+        return 2 * gpu.rates.behind_us + prepared + together(us, self.moved(batch))
 
     title = "monarch by chunks"
 
@@ -294,6 +319,11 @@ class MonarchChunks(OfMonarch):
         told = dict(zip("APBQR", self.sizes, strict=True)) | {"WARPS": WARPS, "SAMPLES": self.samples}
         told |= {"CA": self.k, "BB": self.groups, "COLUMNS": self.columns, "JN": self.rows[1] // (8 * self.nt)}
         return told | {"MT": self.mt, "N1": self.n1, "NT": self.nt, "SECONDS": Long(self.seconds_at)}
+
+    @property
+    def told_parameters(self) -> dict[str, int]:
+        first, second = self.both[:: -1 if self.back else 1]
+        return {"FIRST": first.weight, "SECOND": second.weight}
 
     @property
     def _all_parts(self) -> tuple[int, int]:
@@ -342,10 +372,66 @@ class MonarchChunkWeights(Preparing):
 
     @property
     def told(self) -> list[str]:
-        first, second = self.of.both[:: -1 if self.of.back else 1]
-        numbers = self.of.told_sizes | {"FIRST": first.weight, "SECOND": second.weight, "THREADS": self.threads}
+        numbers = self.of.told_sizes | self.of.told_parameters | {"THREADS": self.threads}
         numbers |= {at: Long(step) for at, step in self.of.steps.items() if at.startswith(("FIRST", "SECOND"))}
         return [*kinds(self.of.dtype), *constants(numbers)]
+
+
+@dataclass(frozen=True)
+class MonarchKept(MonarchChunks):
+    """A pass forward whose blocks keep the weights of some output groups and columns, and take tile after tile."""
+
+    reads_prepared = False
+    header = "monarch_chunks"
+    title = "monarch with weights kept"
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (self,)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return self.blocks
+
+    @property
+    def split(self) -> int:
+        return self.parts
+
+    @kept
+    def shared(self) -> int:
+        return self.slot_bytes + self.state_bytes + self.result_bytes
+
+    @property
+    def row_lengths(self) -> tuple[int, int]:
+        """Numbers of a row of either weight."""
+        return self.sizes[1], self.sizes[0] * self.rank
+
+    def us_of(self, batch: int) -> float:
+        """Microseconds: of its weights, which a block waits for once, and of tiles, whose x comes while the tile before
+        is used."""
+        gpu, size = self.gpu, self.size
+        tiles = -(-batch // self.samples)
+        beside = max(1, min(self.blocks, -(-tiles * self.parts // gpu.sms)))  # blocks of a multiprocessor
+        multiply, read, issue = self.chunk_work
+        fetched, _ = fetching(self.samples * self.k, self.sizes[1], 1, size)
+        issue = (issue + fetched) * waits_of(WARPS * beside) / gpu.instructions
+        tile = together(multiply, (read + self.x_bytes) / gpu.shared_bytes, issue, self.x_bytes / gpu.l2_bytes)
+        tile += self.ends()
+        rows = self.k * self.groups * self.rank, self.groups * self.columns
+        weights = [fetching(*rows_of, 1, size) for rows_of in zip(rows, self.row_lengths, strict=True)]
+        begin = sum(each for each, _ in weights) * waits_of(WARPS * beside) / gpu.instructions
+        begin = beside * (begin + sum(self.weight_bytes) / gpu.l2_bytes)
+        begin += KEPT_US + AGAIN_US * sum(again for _, again in weights)
+        grid = max(1, min(tiles, gpu.sms * self.blocks // self.parts))
+        alone = -(-tiles // grid) * (tile + 3 * gpu.rates.sync_us)
+        us = max(-(-tiles * self.parts // gpu.sms) * tile, alone)
+        return gpu.rates.behind_us + begin + together(us, self.moved(batch))
+
+    @property
+    def told(self) -> list[str]:
+        loads = [load_of(length, 1, self.size) for length in self.row_lengths]
+        numbers = self.told_parameters | dict(zip(("FIRST_LOAD", "SECOND_LOAD"), loads, strict=True))
+        return [*super().told, *constants(numbers)]
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks | None:
@@ -360,8 +446,8 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
 
 def fastest_of_class(tilings: Iterable[Tiled], batch: int) -> Tiled | None:
     """For as many samples as a class of batches is planned for and for FEWER_SAMPLES, together: with these, few blocks
-    may leave most of a last round idle."""
-    batches = batch, -(-batch // FEWER_SAMPLES)
+    may leave most of a last round idle. Few samples are compared as all that have a plan for so few."""
+    batches = few_samples(batch) if batch <= FEW else (batch, -(-batch // FEWER_SAMPLES))
     return min(tilings, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
 
 
@@ -385,10 +471,11 @@ def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iter
         if (warp_tile := _warp_tile(samples, groups, columns, n1, dtype)) is None:
             continue
         mt, nt = warp_tile
-        slots = 2 if k < a else 1
-        plan = MonarchChunks(*fields, samples, groups, columns, k, mt, n1, nt, slots, batch, gpu)
-        if plan.shared > gpu.shared and slots > 1:
-            plan = replace(plan, slots=1)
+        tiling = *fields, samples, groups, columns, k, mt, n1, nt
+        kind = MonarchKept if k == a and not back else MonarchChunks
+        plan = kind(*tiling, 2 if k < a else 1, batch, gpu)
+        if plan.shared > gpu.shared:
+            plan = MonarchChunks(*tiling, 1, batch, gpu)
         if plan.shared <= gpu.shared and plan.split <= MOST_BLOCKS and plan.prepared_bytes <= MOST_PREPARED:
             yield plan
 

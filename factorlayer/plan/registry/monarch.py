@@ -27,10 +27,9 @@ MONARCH_THROUGH = Family(
 MONARCH_CHUNKS = Family(
     "A Monarch layer of any sizes, and its gradient of x",
     monarch_chunks.tile,
-    (monarch_chunks.MonarchChunks, monarch_chunks.MonarchChunkWeights),
+    (monarch_chunks.MonarchChunks, monarch_chunks.MonarchKept, monarch_chunks.MonarchChunkWeights),
     "monarch",
-    Takes(factors=(2, 2), tied=False, samples=MANY),
-    margin=AT_ONCE,
+    Takes(factors=(2, 2), tied=False),
 )
 OF_MONARCH = (MONARCH_THROUGH, MONARCH_CHUNKS)
 
