@@ -49,13 +49,17 @@ def chain_of(sizes: Sizes, dtype: str, *, bias: bool = False, backward: bool = F
     return spec, replace(chain, backward=backward, tf32=dtype == "tf32")
 
 
+def tiled_as(tiled: MonarchChunks, **fields: Any) -> MonarchChunks:
+    given = {field.name: getattr(tiled, field.name) for field in dataclasses.fields(tiled)} | fields
+    return (MonarchKept if given["k"] == tiled.sizes[0] else MonarchChunks)(**given)
+
+
 def forward(sizes: Sizes, dtype: str, **fields: Any) -> tuple[LayerSpec, Plan]:
     """With fields of its tiling as they are given."""
     spec, chain = chain_of(sizes, dtype, bias=True)
     tiled = monarch_chunks.tile(chain, dtype, BATCHES[1], GPU)
     assert tiled
-    given = {field.name: getattr(tiled, field.name) for field in dataclasses.fields(tiled)} | fields
-    tiled = (MonarchKept if given["k"] == sizes[0][0] else MonarchChunks)(**given)
+    tiled = tiled_as(tiled, **fields)
     assert tiled.shared <= GPU.shared
     return spec, Plan(chain, dtype, BATCHES[1], GPU, tiled.passes)
 
@@ -138,11 +142,14 @@ def test_all_gradients_of_odd_sizes(sizes: Sizes, dtype: str, emulator: Emulator
     check_all_gradients_of_groups(spec, Plan(chain, dtype, BATCHES[1], GPU, passes), 41, emulator)
 
 
-def parts_of_pairs(sizes: Sizes, dtype: str, some: tuple[int, int], slots: int) -> tuple[LayerSpec, Plan]:
-    """With so many groups of either kind for a block."""
+def parts_of_pairs(
+    sizes: Sizes, dtype: str, some: tuple[int, int], slots: int, *, kept: bool = False
+) -> tuple[LayerSpec, Plan]:
+    """With so many groups of either kind for a block; those that make x's gradient keep their weights, or do not."""
     spec, chain = chain_of(sizes, dtype, backward=True)
     back, tiled = (of(chain, dtype, BATCHES[1], GPU) for of in (monarch_chunks.tile_back, monarch_pairs.tile))
     assert isinstance(back, MonarchChunks) and isinstance(tiled, monarch_pairs.MonarchPairs)
+    back = tiled_as(back, k=sizes[1][1] if kept else 1, slots=1 if kept else 2)
     x, y = (replace(side, some=n, samples=16) for side, n in zip(tiled.sides, some, strict=True))
     x, y = replace(x, columns=y.some * tiled.rank), replace(y, columns=x.some * tiled.rank)
     tiled = replace(tiled, x=x, y=y, slots=slots)
@@ -159,9 +166,10 @@ def parts_of_pairs(sizes: Sizes, dtype: str, some: tuple[int, int], slots: int) 
     ids=str,
 )
 def test_pairs_by_parts(sizes: Sizes, dtype: str, some: tuple[int, int], slots: int, emulator: Emulator) -> None:
-    spec, found = parts_of_pairs(sizes, dtype, some, slots)
-    assert found.passes[2].split > 1
-    check_all_gradients_of_groups(spec, found, 53, emulator)
+    for kept in (False, True):
+        spec, found = parts_of_pairs(sizes, dtype, some, slots, kept=kept)
+        assert len(found.passes) == 4 - kept and found.passes[-2].split > 1
+        check_all_gradients_of_groups(spec, found, 53, emulator)
 
 
 def test_missing_samples_meet_no_infinite_weight(emulator: Emulator) -> None:
@@ -214,7 +222,7 @@ def test_kernels_compile_and_spill_nothing(dtype: str, usage_of: UsageOf) -> Non
     _, chain = chain_of(((44, 26), (14, 44), 5), dtype, backward=True)
     passes = monarch_pairs.all_gradients(chain, dtype, BATCHES[2], Gpu.of(90))
     assert passes
-    for made in passes[:3]:
+    for made in passes[:-1]:
         usage = usage_of(made.source("kernel"), "kernel", "sm_90a", OPTIONS)
         assert usage.stored == 0, usage
 

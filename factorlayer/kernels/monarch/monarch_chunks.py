@@ -2,8 +2,8 @@
 tiles and source.
 
 The state between stays in shared memory, of some input groups at a time, so that small ranks are padded together. A
-pass before puts weights into the order of the copies. Forward, blocks that take all input groups at once keep their
-weights and need no such pass.
+pass before puts weights into the order of the copies. Blocks that take all input groups at once keep their weights and
+need no such pass.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class MonarchChunkWeights(Preparing):
 
 @dataclass(frozen=True)
 class MonarchKept(MonarchChunks):
-    """A pass forward whose blocks keep the weights of some output groups and columns, and take tile after tile."""
+    """A pass whose blocks keep the weights of some output groups and columns, and take tile after tile."""
 
     reads_prepared = False
     header = "monarch_chunks"
@@ -402,9 +402,11 @@ class MonarchKept(MonarchChunks):
         return self.slot_bytes + self.state_bytes + self.result_bytes
 
     @property
-    def row_lengths(self) -> tuple[int, int]:
-        """Numbers of a row of either weight."""
-        return self.sizes[1], self.sizes[0] * self.rank
+    def weight_rows(self) -> tuple[tuple[int, int, int], ...]:
+        """Rows of either weight that a block has, their numbers, and the steps between these."""
+        a, p, b, q, _ = self.sizes
+        first, second = (self.k * self.groups * self.rank, p), (self.groups * self.columns, a * self.rank)
+        return (*first, b * self.rank if self.back else 1), (*second, q if self.back else 1)
 
     def us_of(self, batch: int) -> float:
         """Microseconds: of its weights, which a block waits for once, and of tiles, whose x comes while the tile before
@@ -413,12 +415,11 @@ class MonarchKept(MonarchChunks):
         tiles = -(-batch // self.samples)
         beside = max(1, min(self.blocks, -(-tiles * self.parts // gpu.sms)))  # blocks of a multiprocessor
         multiply, read, issue = self.chunk_work
-        fetched, _ = fetching(self.samples * self.k, self.sizes[1], 1, size)
+        fetched, _ = fetching(self.samples * self.k, self.sizes[1], self.steps["X_STEP"], size)
         issue = (issue + fetched) * waits_of(WARPS * beside) / gpu.instructions
         tile = together(multiply, (read + self.x_bytes) / gpu.shared_bytes, issue, self.x_bytes / gpu.l2_bytes)
         tile += self.ends()
-        rows = self.k * self.groups * self.rank, self.groups * self.columns
-        weights = [fetching(*rows_of, 1, size) for rows_of in zip(rows, self.row_lengths, strict=True)]
+        weights = [fetching(*rows, size) for rows in self.weight_rows]
         begin = sum(each for each, _ in weights) * waits_of(WARPS * beside) / gpu.instructions
         begin = beside * (begin + sum(self.weight_bytes) / gpu.l2_bytes)
         begin += KEPT_US + AGAIN_US * sum(again for _, again in weights)
@@ -429,8 +430,9 @@ class MonarchKept(MonarchChunks):
 
     @property
     def told(self) -> list[str]:
-        loads = [load_of(length, 1, self.size) for length in self.row_lengths]
+        loads = [load_of(length, step, self.size) for _, length, step in self.weight_rows]
         numbers = self.told_parameters | dict(zip(("FIRST_LOAD", "SECOND_LOAD"), loads, strict=True))
+        numbers["TURNED"] = self.back
         return [*super().told, *constants(numbers)]
 
 
@@ -472,7 +474,7 @@ def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iter
             continue
         mt, nt = warp_tile
         tiling = *fields, samples, groups, columns, k, mt, n1, nt
-        kind = MonarchKept if k == a and not back else MonarchChunks
+        kind = MonarchKept if k == a else MonarchChunks
         plan = kind(*tiling, 2 if k < a else 1, batch, gpu)
         if plan.shared > gpu.shared:
             plan = MonarchChunks(*tiling, 1, batch, gpu)

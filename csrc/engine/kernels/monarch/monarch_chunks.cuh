@@ -7,8 +7,9 @@
 // so that what a state is padded to is a chunk's CA * R, not R. Weights lie in memory in the order of their copies, padded
 // and rounded, as MonarchChunkWeights has put them. Results meet in shared memory and are stored by runs.
 //
-// Where all input groups are one chunk, forward, a block of MonarchKept copies rows of both weights as they are, once, and takes
-// tile after tile of samples. The next tile's x comes as soon as the states of this one are made.
+// Where all input groups are one chunk, a block of MonarchKept copies both weights from where they lie, once, and takes tile after
+// tile of samples. The next tile's x comes as soon as the states of this one are made. Back, weights are turned as they come, and
+// so a state is [R][A] and its weights' rows [B][R]: numbers that lie side by side in either weight are side by side there, too.
 //
 // kernels/monarch/monarch_chunks.py writes the constants:
 //
@@ -16,7 +17,7 @@
 //        these, of NT tiles of 8), MT (tiles of 16 samples of a warp), N1 (tiles of 8 of a warp's states); X_STEP (from a p of x
 //        to the next; where it is 1, groups lie P apart, else side by side), Y_GROUP and Y_STEP (from a group of y to the
 //        next, and from a q, one of which is 1); LOAD (bytes of an access to x), STORE, SLOTS, SECONDS (where second weights lie, in bytes)
-// Kept:  also FIRST and SECOND (parameters), FIRST_LOAD and SECOND_LOAD (bytes of an access to their rows)
+// Kept:  also TURNED (weights, back), FIRST and SECOND (parameters), FIRST_LOAD and SECOND_LOAD (bytes of an access to them)
 // Weights: FIRST, SECOND, and steps FIRST_A, FIRST_B, FIRST_R, FIRST_P, SECOND_B, SECOND_Q, SECOND_A, SECOND_R
 #pragma once
 #include "kernels/monarch/monarch_rows.cuh"
@@ -134,7 +135,8 @@ template <class Pass> struct MonarchTile : MonarchChunkSizes<Pass> {
     }
   }
 
-  template <bool ROUND> DEVICE void make_states(u32 x, u32 firsts) const {
+  // Of first weights that are rounded now or have been; TURNED: of rows [B][R], to states [R][A]
+  template <bool ROUND, bool TURNED = false> DEVICE void make_states(u32 x, u32 firsts) const {
     ROLL for (int item = warp; item < kStates; item += WARPS) {
       const int a = item % CA, m = item / CA % kDown, n = item / (CA * kDown);
       Real sums[MT][N1][4] = {};
@@ -145,12 +147,12 @@ template <class Pass> struct MonarchTile : MonarchChunkSizes<Pass> {
                                              Tensors::template by_k<kFirstStride, ROUND>(right));
       UNROLL for (int i = 0; i < N1; ++i) {
         const int column = (n * N1 + i) * 8 + lane.t * 2;
-        const u32 to = state + (m * (MT * 16) + lane.g) * (kStateStride * kSize) + a * (R * kSize);
+        const u32 to = state + (m * (MT * 16) + lane.g) * (kStateStride * kSize) + a * ((TURNED ? 1 : R) * kSize);
         UNROLL for (int k = 0; k < 2; ++k) {
-          const int b = (column + k) % BB, r = (column + k) / BB;
-          if (r >= R) continue;
+          const int row = column + k, b = TURNED ? row / R : row % BB, r = TURNED ? row % R : row / BB;
+          if (row >= BB * R) continue;
           UNROLL for (int j = 0; j < MT * 2; ++j)
-            store_shared(to + (b * SAMPLES + j * 8) * (kStateStride * kSize) + r * kSize,
+            store_shared(to + (b * SAMPLES + j * 8) * (kStateStride * kSize) + r * ((TURNED ? CA : 1) * kSize),
                          narrow<Element>(Math::rounded(sums[j / 2][i][j % 2 * 2 + k])));
         }
       }
@@ -270,19 +272,20 @@ template <class Pass> struct MonarchKept : MonarchTile<Pass> {
   using Base::A, Base::B, Base::BB, Base::P, Base::Q, Base::R, Base::params, Base::memory, Base::first;
   static constexpr int kFirsts = Base::kXBytes, kSeconds = kFirsts + Base::kFirstBytes, kState = kSeconds + Base::kSecondBytes;
   static constexpr int kResult = kState + Base::kStateBytes;
-  static constexpr bool kRound = Base::Math::kRounds;
+  static constexpr bool kRound = Base::Math::kRounds, TURNED = Pass::TURNED;
   static_assert(Base::kChunks == 1);
 
   DEVICE MonarchKept(const Params& p) : Base(p, kState, i64(blockIdx.x) * Pass::SAMPLES, blockIdx.y) {}
 
-  // Of both weights, [A * R][B][P] and [B][Q][A * R]
+  // Of both weights: [A * R][B][P] and [B][Q][A * R], or TURNED [A][P][B * R] and [B][R * A][Q]
   template <int OUTER, int ALL, int LENGTH, int SOME, int ROWS, int STRIDE, int LOAD>
-  using Rows = MonarchRows<Element, Base::kThreads, OUTER, ALL, LENGTH, SOME, 1, STRIDE, ROWS * STRIDE, LOAD>;
+  using Rows = MonarchRows<Element, Base::kThreads, OUTER, ALL, LENGTH, SOME, TURNED ? ALL : 1, STRIDE, ROWS * STRIDE, LOAD>;
   DEVICE const Element* weight(int parameter) const { return static_cast<const Element*>(params.weights[parameter]); }
   DEVICE void load_weights() const {
-    using First = Rows<A * R, B, P, BB, BB, Base::kFirstStride, Pass::FIRST_LOAD>;
+    constexpr int kOnce = TURNED ? R : 1, kOften = TURNED ? 1 : R;  // where ranks count
+    using First = Rows<A * kOften, B * kOnce, P, BB * kOnce, BB * kOnce, Base::kFirstStride, Pass::FIRST_LOAD>;
     using Second = Rows<BB, Q, A * R, Base::COLUMNS, Base::kSecondRows, Base::kSecondStride, Pass::SECOND_LOAD>;
-    First::load(weight(Pass::FIRST), 0, A * R, Base::part * BB, memory + kFirsts);
+    First::load(weight(Pass::FIRST), 0, A * kOften, Base::part * (BB * kOnce), memory + kFirsts);
     Second::load(weight(Pass::SECOND), Base::part * BB, B, Base::run_ * Base::COLUMNS, memory + kSeconds);
   }
 
@@ -294,7 +297,7 @@ template <class Pass> struct MonarchKept : MonarchTile<Pass> {
     ROLL while (first < params.batch) {
       wait_for_copies<0>();
       __syncthreads();
-      Base::template make_states<kRound>(memory, memory + kFirsts);
+      Base::template make_states<kRound, TURNED>(memory, memory + kFirsts);
       __syncthreads();
       const i64 here = first;
       first += i64(gridDim.x) * Pass::SAMPLES;
