@@ -11,19 +11,19 @@
 namespace factorlayer::cuda {
 namespace {
 
-using Program = void*;
+using NvrtcProgram = void*;
 
 struct Library {
   const char* (*get_error_string)(int error);
   int (*get_version)(int* major, int* minor);
-  int (*create)(Program* program, const char* source, const char* name, int headers, const char* const* texts,
+  int (*create)(NvrtcProgram* program, const char* source, const char* name, int headers, const char* const* texts,
                 const char* const* names);
-  int (*destroy)(Program* program);
-  int (*compile)(Program program, int count, const char* const* options);
-  int (*get_log_size)(Program program, size_t* size);
-  int (*get_log)(Program program, char* log);
-  int (*get_cubin_size)(Program program, size_t* size);
-  int (*get_cubin)(Program program, char* cubin);
+  int (*destroy)(NvrtcProgram* program);
+  int (*compile)(NvrtcProgram program, int count, const char* const* options);
+  int (*get_log_size)(NvrtcProgram program, size_t* size);
+  int (*get_log)(NvrtcProgram program, char* log);
+  int (*get_cubin_size)(NvrtcProgram program, size_t* size);
+  int (*get_cubin)(NvrtcProgram program, char* cubin);
 };
 
 // Set once, and of two threads that come at once either's is as good.
@@ -128,7 +128,7 @@ Compiled compile(const std::string& source, const std::string& name, const std::
   if (!compiler) throw std::logic_error("factorlayer: compile() before locate_compiler()");
   if (!opened.load(std::memory_order_acquire)) opened.store(open_library(compiler->path), std::memory_order_release);
   const Library* nvrtc = opened.load(std::memory_order_acquire);
-  Program program = nullptr;
+  NvrtcProgram program = nullptr;
   if (int error = nvrtc->create(&program, source.c_str(), (name + ".cu").c_str(), 0, nullptr, nullptr))
     throw CompilationFailed("factorlayer: NVRTC could not begin: " + std::string(nvrtc->get_error_string(error)), "");
   const std::string target = "--gpu-architecture=" + architecture;
