@@ -1238,6 +1238,15 @@ def test_sums_of_few_samples_are_waited_for_once() -> None:
         assert -(-64 // found.ways) <= found.each
 
 
+@dtypes
+def test_sums_of_some_samples_need_no_second_kernel(dtype: str) -> None:
+    """Of few features or many, odd ones or not; but those of thousands of samples do."""
+    for features in (13, 58, 144, 447, 1216, 2048):
+        for batch, passes in ((BATCHES[0], 1), (BATCHES[1], 1), (BATCHES[2], 2)):
+            found = plan(Chain((), sums=features), dtype, batch, Gpu.of(90)).passes
+            assert len(found) == passes
+
+
 def test_a_turn_takes_longer_by_narrow_accesses() -> None:
     def us(rows: int, columns: int) -> float:
         return Turn(37, rows, columns, "float16", 3933, Gpu.of(90)).us

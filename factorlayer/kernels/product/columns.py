@@ -13,8 +13,8 @@ from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, InTiles, Reduction, most_samples
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, InTiles, Reduction, most_samples
+from factorlayer.kernels.passes import FEW, MOST_SOME, Pass, few_samples
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -25,12 +25,16 @@ SECTOR = 32  # bytes
 # Of a block that makes nothing but sums, which are added up in the block before memory gets them, and of such a block
 # where there are more tiles than would have room at once
 SUMMING_TOGETHER, SUMMING_APART = 512, 256
-LANES = (256, 128, 64, 32)  # accesses of a row that a block has then, at most, where blocks are few
+# Accesses of a row that a block has then, at most; or those among which a block that has all samples of a tile, and so
+# needs no second kernel behind it, has as many as are predicted to be fastest
+MOST_LANES, LANES = 256, (256, 128, 64, 32, 16, 8, 4, 2)
+MOST_TIMES = 4  # times as many short accesses as long ones are on their way then
 # Threads of a multiprocessor that make sums, that store as well, and that have functions in double: by their registers
 SUMMING, STORING, IN_DOUBLE = 1024, 768, 256
 # Accesses of a thread to a tensor that are on their way at once: of sums alone, and of what stores
 EACH, EACH_STORING = 8, 4
-LEAST_SAMPLES = 64  # that are worth a second kernel, which adds up what blocks have summed
+FEWER = 4  # times fewer samples, which have the same plan
+WAY_CYCLES = 4  # of a thread, for each way whose sums it adds up
 # Of memory's rate, what is reached by blocks that stay for the whole batch and store: 0.89 to 0.96 on one H100, where
 # single accesses reach 1.01 and sums alone, of rows that 16 bytes divide, 0.97 to 1.02
 STAYING = 0.9
@@ -45,6 +49,7 @@ class Columns(InTiles):
     dtype: str
     batch: int
     gpu: Gpu
+    whole: int = 0  # accesses of a row, at most, of a block that has all samples of them; 0: blocks share samples
 
     reads = "x"
 
@@ -72,6 +77,8 @@ class Columns(InTiles):
 
     @property
     def each(self) -> int:
+        if self.whole:
+            return EACH * min(MOST_TIMES, self.piece // self.run)
         return EACH_STORING if self.stores else EACH
 
     @property
@@ -83,12 +90,14 @@ class Columns(InTiles):
     def run(self) -> int:
         """Elements of an access."""
         turn = self.chain.turn
+        if self.whole:
+            return math.gcd(self.piece, self.features)
         return math.gcd(self.piece, turn[1] * turn[2]) if turn else self.piece
 
     @kept
     def folds(self) -> int:
         """Samples of a row that 16 bytes divide."""
-        return 1 if self.chain.turn else self.piece // math.gcd(self.piece, self.features)
+        return 1 if self.chain.turn or self.whole else self.piece // math.gcd(self.piece, self.features)
 
     @property
     def row(self) -> int:
@@ -125,13 +134,8 @@ class Columns(InTiles):
     def lanes(self) -> int:
         if self.chain.turn:
             return self.tile_rows * self.chain.turn[2] // self.run
-        tiles = [-(-self._runs // most) for most in LANES[: len(LANES) if self._is_single else 1]]
-        return -(-self._runs // next((n for n in tiles if n >= self.gpu.sms), tiles[-1]))
-
-    @property
-    def _is_single(self) -> bool:
-        """Whether one block has all samples of a tile as they are so few: the GPU is filled by tiles or not at all."""
-        return self._sums_alone and self.folds == 1 and most_samples(self.batch) <= LEAST_SAMPLES
+        tiles = -(-self._runs // (self.whole or MOST_LANES))
+        return -(-self._runs // tiles)
 
     @property
     def _sums_alone(self) -> bool:
@@ -184,7 +188,7 @@ class Columns(InTiles):
         """Units that are worth a block: few samples are one block's."""
         if not (self.sums or self.chain.turn):
             return self.ways * self.each * self.run
-        return max(LEAST_SAMPLES * self._is_single, self.folds * self.ways * self.each)
+        return most_samples(self.batch) if self.whole else self.folds * self.ways * self.each
 
     @property
     def is_whole(self) -> bool:
@@ -228,14 +232,26 @@ class Columns(InTiles):
         return 1.7 + max(moved / share, ACCESS_CYCLES * accesses / gpu.rates.cycles, self._waiting(blocks)) + parts
 
     def _waiting(self, blocks: int) -> float:
-        """Microseconds that a thread of nothing but sums waits for its rows, as many at once as are on their way."""
+        """Microseconds that a thread of nothing but sums waits for its rows, as many at once as are on their way, or
+        that a block's way from L2 takes, and those in which a block adds up its ways."""
         if not self._sums_alone:
             return 0.0
-        rows = self.batch / (self.folds * blocks * self.ways)
-        return math.ceil(rows / self.each) * self.gpu.rates.wait_us
+        gpu, rows = self.gpu, self.batch / (self.folds * blocks)
+        waits = math.ceil(rows / (self.ways * self.each)) * gpu.rates.wait_us
+        read = rows * self.lanes * max(self.run * self.size, SECTOR / self.lanes) / gpu.l2_bytes
+        return max(waits, read) + WAY_CYCLES * self.ways / gpu.rates.cycles
 
     def us_of(self, batch: int) -> float:
         return replace(self, batch=batch).us
+
+    def with_sums(self, batch: int) -> float:
+        """Microseconds with those of a second kernel that adds up what blocks have summed."""
+        return self.us_of(batch) + (0.0 if self.is_whole else REDUCTION_US)
+
+    @property
+    def has_sectors(self) -> bool:
+        """Whether what a block has of a row is a sector and more, or the whole row."""
+        return self.tiles == 1 or self.lanes * self.run * self.size >= SECTOR
 
     def __str__(self) -> str:
         behind = ", from their results" if self.chain.through else ""
@@ -262,8 +278,14 @@ class Columns(InTiles):
 
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Columns | None:
-    """None where what is turned has rows that a block cannot have, or an order of its own."""
+    """The fastest by prediction for a class of batches; None where what is turned has rows that a block cannot have, or
+    an order of its own."""
     made = Columns(chain, dtype, batch, gpu)
     if chain.mixed or (chain.turn and (not made.tile_rows or made.shared > gpu.shared)):
         return None
-    return made
+    if not made.sums or made.stores or most_samples(batch) > MOST_SOME:
+        return made
+    whole = (replace(made, whole=lanes) for lanes in LANES)
+    tilings = [made, *(plan for plan in whole if plan.has_sectors)]
+    batches = few_samples(batch) if batch <= FEW else (batch, -(-batch // FEWER))
+    return min(tilings, key=lambda plan: math.prod(plan.with_sums(each) for each in batches))
