@@ -101,6 +101,7 @@ TRAINED = [
     ("monarch", "4x8 192x128", 70, "bfloat16"),
     ("monarch", "5x9 9x60", 70, "float16", 5),
     ("monarch", "4x3 3x5 2x4", 70, "float32 float64"),
+    ("monarch", "3x12 12x3", 8600, "float64", 2),
     ("monarch", "9x20 15x9", 70, "float64", 3),
     ("monarch", "32 48", 70, "bfloat16"),
     ("monarch", "32 32", 20, "bfloat16"),
