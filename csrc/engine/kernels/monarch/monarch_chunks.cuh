@@ -213,7 +213,6 @@ template <class Pass> struct MonarchTile : MonarchChunkSizes<Pass> {
           if (here(at)) store_words<Pass::STORE>(y + at.from, x);
         });
   }
-
 };
 
 template <class Pass> struct MonarchChunks : MonarchTile<Pass> {
