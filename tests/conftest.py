@@ -1,7 +1,7 @@
 """Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
 
 FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
-FACTORLAYER_TEST_SHARE=8 has one case in eight of each test, and one at least, but only one in four of the tests that
+FACTORLAYER_TEST_SHARE=10 has one case in ten of each test, and one at least, but only one in five of the tests that
 say that they take seconds (`long`), drawn by FACTORLAYER_TEST_DRAWN: .ci/run has others for every commit. All run
 without it.
 """
@@ -42,7 +42,7 @@ gc.disable()  # until all tests are found: there is much to look at, and nothing
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
 SHARE = int(os.environ.get("FACTORLAYER_TEST_SHARE", "1"))
-LONG_SHARE = 4  # of tests that take seconds, one in so many runs where not all cases do
+LONG_SHARE = 5  # of tests that take seconds, one in so many runs where not all cases do
 
 
 def pytest_configure(config: pytest.Config) -> None:
