@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
 
+TIMES_FEWER = 4  # samples than a class of batches is planned for, which have the same plan
 FEW = 16  # samples that plans of up to 64 are made for:
 OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
 # Sequences of a recurrence, whose groups take turns, in their place: of plans of up to 64, and of up to 2048
@@ -305,6 +306,12 @@ def fastest(plans: Iterable[Tiled]) -> Tiled | None:
 def few_samples(batch: int) -> tuple[int, ...]:
     """Numbers of samples that what is made for so few is compared by."""
     return tuple(round(each * batch) for each in OF_FEW)
+
+
+def samples_of_class(batch: int) -> tuple[int, ...]:
+    """Numbers of samples that tilings are compared by for a class of batches: of few, all that have a plan for so few;
+    of more, TIMES_FEWER as well, with which few blocks may leave most of a last round idle."""
+    return few_samples(batch) if batch <= FEW else (batch, -(-batch // TIMES_FEWER))
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:

@@ -19,7 +19,7 @@ from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
-from factorlayer.kernels.passes import FEW, MOST_BLOCKS, Pass, Preparing, Tiled, few_samples
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled, samples_of_class
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.timing import waits_of
@@ -34,7 +34,6 @@ MOST_ACROSS = 4  # tiles of 8 numbers of a state that a warp has at once
 MOST_TOGETHER = 4  # blocks of a multiprocessor
 MOST_CHUNK = 128  # numbers of a state that one product sums over
 MOST_PREPARED = 64 << 20  # bytes
-FEWER_SAMPLES = 4  # times fewer, which have the same plan
 GRAD = 2  # the parameter that grad_y is, behind both weights
 START_US = 1.2  # of the pass that puts weights in order: a launch, and two trips to L2
 # Of blocks that keep their weights: until these have come, and for each more turn of what comes through registers.
@@ -447,9 +446,8 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
 
 
 def fastest_of_class(tilings: Iterable[Tiled], batch: int) -> Tiled | None:
-    """For as many samples as a class of batches is planned for and for FEWER_SAMPLES, together: with these, few blocks
-    may leave most of a last round idle. Few samples are compared as all that have a plan for so few."""
-    batches = few_samples(batch) if batch <= FEW else (batch, -(-batch // FEWER_SAMPLES))
+    """The tiling that is predicted to be the fastest for a class of batches; None where there is none."""
+    batches = samples_of_class(batch)
     return min(tilings, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
 
 

@@ -14,7 +14,7 @@ from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, InTiles, Reduction, most_samples
-from factorlayer.kernels.passes import FEW, MOST_SOME, Pass, few_samples
+from factorlayer.kernels.passes import MOST_SOME, Pass, samples_of_class
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
@@ -33,7 +33,6 @@ MOST_TIMES = 4  # times as many short accesses as long ones are on their way the
 SUMMING, STORING, IN_DOUBLE = 1024, 768, 256
 # Accesses of a thread to a tensor that are on their way at once: of sums alone, and of what stores
 EACH, EACH_STORING = 8, 4
-FEWER = 4  # times fewer samples, which have the same plan
 WAY_CYCLES = 4  # of a thread, for each way whose sums it adds up
 # Of memory's rate, what is reached by blocks that stay for the whole batch and store: 0.89 to 0.96 on one H100, where
 # single accesses reach 1.01 and sums alone, of rows that 16 bytes divide, 0.97 to 1.02
@@ -287,5 +286,5 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Columns | None:
         return made
     whole = (replace(made, whole=lanes) for lanes in LANES)
     tilings = [made, *(plan for plan in whole if plan.has_sectors)]
-    batches = few_samples(batch) if batch <= FEW else (batch, -(-batch // FEWER))
+    batches = samples_of_class(batch)
     return min(tilings, key=lambda plan: math.prod(plan.with_sums(each) for each in batches))
