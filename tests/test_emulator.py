@@ -54,7 +54,7 @@ from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import BATCHES, plan
-from factorlayer.plan.products import product_pass
+from factorlayer.plan.products import one_by_one, product_pass
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_WORK
@@ -1147,8 +1147,9 @@ def test_scaled_halves_hold_eight_decades(mode: int, decades: tuple[int, int], e
 def test_few_samples_with_two_tiles_of_rows(dtype: str, emulator: Emulator) -> None:
     """Of a warp, as large weights have them: parts of the second one, and of what is contracted."""
     spec = monarch((4, 64), (40, 4), rank=4)
-    found = plan(Chain.of(spec, False, "identity"), dtype, SMALL, Gpu.of(90))
-    found = replace(found, passes=tuple(replace(p, height=2, ways=4) for p in found.passes))
+    chain = replace(Chain.of(spec, False, "identity"), tf32=dtype == "tf32")
+    passes = one_by_one(chain, dtype, SMALL, Gpu.of(90))
+    found = Plan(chain, dtype, SMALL, Gpu.of(90), tuple(replace(p, height=2, ways=4) for p in passes))
     draw = drawing(dtype)
     x, weights = draw(19, spec.in_features), [draw(*shape) / 8 for shape in spec.weight_shapes]
     outputs, errors = emulator.run(found, emulator.compile(found), x, weights, None, blocks=2)
