@@ -818,6 +818,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert any("MonarchLargest MonarchWeight" in kinds and "MonarchGradients" in kinds for kinds in found)
     assert any("KroneckerLargest KroneckerWeight" in kinds and "KroneckerGradients" in kinds for kinds in found)
     assert any("MonarchChunkWeights MonarchChunks MonarchPairs" in kinds for kinds in found)
+    assert {"MonarchKept", "MonarchKept MonarchPairs Reduction"} <= found
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"even block at once", "odd block at once"} <= found

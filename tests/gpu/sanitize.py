@@ -102,9 +102,8 @@ TRAINED = [
     ("monarch", "5x9 9x60", 70, "float16", 5),
     ("monarch", "4x3 3x5 2x4", 70, "float32 float64"),
     ("monarch", "3x12 12x3", 8600, "float64", 2),
-    ("monarch", "9x20 15x9", 70, "float64", 3),
     ("monarch", "32 48", 70, "bfloat16"),
-    ("monarch", "32 32", 20, "bfloat16"),
+    ("monarch", "16 64x16", 20, "bfloat16", 8),
     ("monarch", "8x512 128x2", 70, "bfloat16", 64),
 ]  # fmt: skip
 # The same with a bias and gelu, back through which they go
