@@ -82,7 +82,8 @@ LEARNED = trace(torch.nn.Sequential(torch.nn.PReLU(), Snake()))[0].program  # tw
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` samples through the kernels that are planned for `planned` of them, on as many multiprocessors."""
+    """`batch` samples through the kernels that are planned for `planned` of them, on so many processors; if `apart`,
+    through one for each contraction, as layers have them that no kernel has room for at once."""
 
     spec: LayerSpec
     dtype: str
@@ -91,6 +92,7 @@ class Case:
     architecture: int = 90
     processors: int = 2
     activation: str = "relu"
+    apart: bool = False
 
     def __str__(self) -> str:
         program = "-learned" if self.activation == LEARNED else "-program" if "/" in self.activation else ""
@@ -98,7 +100,9 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        return plan(Chain.of(self.spec, True, self.activation), self.dtype, self.planned, Gpu.of(self.architecture))
+        chain = Chain.of(self.spec, True, self.activation)
+        asked = self.dtype, self.planned, Gpu.of(self.architecture)
+        return Plan(chain, *asked, one_by_one(chain, *asked)) if self.apart else plan(chain, *asked)
 
 
 CASES = [
@@ -122,25 +126,25 @@ CASES = [
     Case(kronecker((300, 3), (300, 3)), "float64", 3, SMALL, 80),
     Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL),
     Case(monarch((8, 41), (43, 10)), "float32", 70, LARGE),
-    Case(monarch((8, 31), (33, 10)), "bfloat16", 70, LARGE, 80),
-    Case(monarch((4, 9), (6, 5), rank=2), "tf32", 7, SMALL, 80),
+    Case(monarch((8, 31), (33, 10)), "bfloat16", 70, LARGE, 80, apart=True),
+    Case(monarch((4, 9), (6, 5), rank=2), "tf32", 7, SMALL, 80, apart=True),
     Case(monarch((3, 11, 3), (31, 2, 2)), "float16", 5, LARGE, 80),
     Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL),
     # Few: runs of groups and of b's, and single elements, parts of tiles and of chunks, more samples than 16
-    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL),
+    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL, apart=True),
     Case(monarch((16, 64), (8, 40), rank=4), "float16", 19, SMALL),
-    Case(monarch((4, 24), (6, 20), rank=4), "tf32", 16, SMALL, 80),
-    Case(monarch((4, 24), (3, 21), rank=2), "float32", 33, SMALL),
+    Case(monarch((4, 24), (6, 20), rank=4), "tf32", 16, SMALL, 80, apart=True),
+    Case(monarch((4, 24), (3, 21), rank=2), "float32", 33, SMALL, apart=True),
     Case(monarch((2, 4, 8), (3, 2, 4)), "float32", 3, SMALL),
     # Few: rows that 16 bytes do not divide, groups that a block's do not, doubles, weights of two rounds, more samples
-    Case(monarch((3, 47), (21, 5), rank=7), "bfloat16", 1, SMALL),
-    Case(monarch((5, 10), (5, 7), rank=3), "float16", 21, SMALL, 80),
-    Case(monarch((3, 53), (17, 2), rank=11), "tf32", 5, SMALL, activation=LEARNED),
-    Case(monarch((3, 30), (13, 5), rank=3), "float32", 18, SMALL, 80),
-    Case(monarch((4, 15), (13, 6), rank=3), "float64", 19, SMALL),
-    Case(monarch((3, 10), (8, 3), rank=5), "float64", 3, SMALL, 80),
+    Case(monarch((3, 47), (21, 5), rank=7), "bfloat16", 1, SMALL, apart=True),
+    Case(monarch((5, 10), (5, 7), rank=3), "float16", 21, SMALL, 80, apart=True),
+    Case(monarch((3, 53), (17, 2), rank=11), "tf32", 5, SMALL, activation=LEARNED, apart=True),
+    Case(monarch((3, 30), (13, 5), rank=3), "float32", 18, SMALL, 80, apart=True),
+    Case(monarch((4, 15), (13, 6), rank=3), "float64", 19, SMALL, apart=True),
+    Case(monarch((3, 10), (8, 3), rank=5), "float64", 3, SMALL, 80, apart=True),
     Case(monarch((41, 40), (40, 2), rank=40), "tf32", 20, SMALL),
-    Case(monarch((3, 21), (9, 5), rank=3), "bfloat16", 150, MEDIUM),
+    Case(monarch((3, 21), (9, 5), rank=3), "bfloat16", 150, MEDIUM, apart=True),
     # Few, of one factor
     Case(kronecker((269,), (74,)), "tf32", 1, SMALL),
     Case(kronecker((513,), (130,)), "float16", 12, SMALL),
@@ -178,7 +182,7 @@ CASES = [
     Case(monarch((4, 96), (104, 4), rank=10), "float32", 70, LARGE),
     Case(monarch((4, 192), (192, 4), rank=48), "float32", 40, LARGE),
     Case(kronecker((160,), (180,)), "tf32", 140, LARGE),
-    Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME),
+    Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME, apart=True),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, SOME, processors=4),
     # Wide, floats in rows that 16 bytes do not divide, by pieces of 8 and of 4; groups that take turns in y, stored one
@@ -186,7 +190,7 @@ CASES = [
     Case(kronecker((402,), (302,)), "float32", 9, MEDIUM),
     Case(kronecker((201,), (203,)), "float32", 150, LARGE),
     Case(monarch((17, 24), (112, 17)), "float32", 70, LARGE, processors=4),
-    Case(monarch((17, 24), (90, 17)), "tf32", 70, LARGE, processors=4),
+    Case(monarch((17, 24), (90, 17)), "tf32", 70, LARGE, processors=4, apart=True),
     Case(monarch((17, 64), (112, 17), rank=8), "tf32", 140, LARGE, processors=8),
     Case(monarch((19, 64), (112, 19), rank=8), "bfloat16", 70, LARGE, processors=8),
     # Wide, whose weight is shifted, alone or before others, of several terms, and one that a pass has multiplied out
@@ -245,14 +249,14 @@ CASES = [
     Case(kronecker((5, 8), (8, 7)), "float64", 9, SMALL, 80, activation=LEARNED),
     Case(kronecker((4, 9), (6, 5), rank=2), "float32", 21, MEDIUM, 80, activation=LEARNED),
     Case(kronecker((300, 3), (300, 3)), "tf32", 3, SMALL, activation=LEARNED),
-    Case(monarch((8, 9), (6, 10)), "bfloat16", 70, SOME, 80, activation=LEARNED),
+    Case(monarch((8, 9), (6, 10)), "bfloat16", 70, SOME, 80, activation=LEARNED, apart=True),
     Case(monarch((2, 3, 4), (3, 2, 5)), "float64", 3, SMALL, activation=LEARNED),
-    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL, activation=LEARNED),
+    Case(monarch((4, 32), (4, 20), rank=2), "bfloat16", 5, SMALL, activation=LEARNED, apart=True),
     Case(kronecker((24, 24), (24, 24)), "float32", 5, SMALL, activation=LEARNED),
     Case(kronecker((48, 64), (64, 48)), "float16", 30, MEDIUM, activation=LEARNED),
     Case(kronecker((2, 24, 24), (3, 24, 24)), "bfloat16", 9, SMALL, activation=LEARNED),
     Case(kronecker((400,), (300,)), "float32", 9, MEDIUM, activation=LEARNED),
-    Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME, activation=LEARNED),
+    Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME, activation=LEARNED, apart=True),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, SOME, processors=4, activation=LEARNED),
 ]
 
