@@ -96,9 +96,12 @@ class MonarchChunks(OfMonarch):
     us: float = 0.0
 
     units_per_sample = 1
-    blocks_per_sm = 0  # as many as there is work
     threads = 32 * WARPS
     reads_prepared = True
+
+    @property
+    def blocks_per_sm(self) -> int:
+        return 0  # as many as there is work
 
     @property
     def reads(self) -> str:
