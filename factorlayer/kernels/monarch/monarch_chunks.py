@@ -266,6 +266,7 @@ class MonarchChunks(OfMonarch):
         )
         return multiply / self.gpu.flops[dtype], read + stored * 32 * max(4, size), issue + stored * OF_SUM
 
+    @kept
     def ends(self) -> float:
         """Microseconds of a tile's results, on their way through shared memory."""
         gpu, size = self.gpu, self.size
@@ -293,11 +294,10 @@ class MonarchChunks(OfMonarch):
         move = (read + self.slot_bytes) / gpu.shared_bytes
         chunk = together(multiply, move, issue / gpu.instructions, self.slot_bytes / gpu.l2_bytes)
         waits = 2 * gpu.rates.sync_us + gpu.rates.wait_us * max(turns, self.slots == 1)
-        ends = self.ends()
-        busy = self.chunks * chunk + ends
+        busy = self.chunks * chunk + self.ends
         alone = (
             self.chunks * max(chunk + waits, gpu.rates.wait_us if self.slots > 1 else 0.0)
-            + ends
+            + self.ends
             + 2 * gpu.rates.wait_us
         )
         blocks = -(-batch // self.samples) * self.parts
@@ -359,7 +359,6 @@ class MonarchChunkWeights(Preparing):
     shared = 0
     us = 0.0  # counted by the pass behind it
     starts = True
-    header = "monarch_chunks"
 
     @property
     def prepared_bytes(self) -> int:
@@ -384,7 +383,6 @@ class MonarchKept(MonarchChunks):
     """A pass whose blocks keep the weights of some output groups and columns, and take tile after tile."""
 
     reads_prepared = False
-    header = "monarch_chunks"
     title = "monarch with weights kept"
 
     @property
@@ -394,10 +392,6 @@ class MonarchKept(MonarchChunks):
     @property
     def blocks_per_sm(self) -> int:
         return self.blocks
-
-    @property
-    def split(self) -> int:
-        return self.parts
 
     @kept
     def shared(self) -> int:
@@ -420,7 +414,7 @@ class MonarchKept(MonarchChunks):
         fetched, _ = fetching(self.samples * self.k, self.sizes[1], self.steps["X_STEP"], size)
         issue = (issue + fetched) * waits_of(WARPS * beside) / gpu.instructions
         tile = together(multiply, (read + self.x_bytes) / gpu.shared_bytes, issue, self.x_bytes / gpu.l2_bytes)
-        tile += self.ends()
+        tile += self.ends
         weights = [fetching(*rows, size) for rows in self.weight_rows]
         begin = sum(each for each, _ in weights) * waits_of(WARPS * beside) / gpu.instructions
         begin = beside * (begin + sum(self.weight_bytes) / gpu.l2_bytes)

@@ -25,9 +25,9 @@ SECTOR = 32  # bytes
 # Of a block that makes nothing but sums, which are added up in the block before memory gets them, and of such a block
 # where there are more tiles than would have room at once
 SUMMING_TOGETHER, SUMMING_APART = 512, 256
-# Accesses of a row that a block has then, at most; or those among which a block that has all samples of a tile, and so
-# needs no second kernel behind it, has as many as are predicted to be fastest
-MOST_LANES, LANES = 256, (256, 128, 64, 32, 16, 8, 4, 2)
+# Accesses of a row that a block has then, the first one at most; or those among which a block that has all samples of a
+# tile, and so needs no second kernel behind it, has as many as are predicted to be fastest
+LANES = (256, 128, 64, 32, 16, 8, 4, 2)
 MOST_TIMES = 4  # times as many short accesses as long ones are on their way then
 # Threads of a multiprocessor that make sums, that store as well, and that have functions in double: by their registers
 SUMMING, STORING, IN_DOUBLE = 1024, 768, 256
@@ -133,7 +133,7 @@ class Columns(InTiles):
     def lanes(self) -> int:
         if self.chain.turn:
             return self.tile_rows * self.chain.turn[2] // self.run
-        tiles = -(-self._runs // (self.whole or MOST_LANES))
+        tiles = -(-self._runs // (self.whole or LANES[0]))
         return -(-self._runs // tiles)
 
     @property
@@ -237,7 +237,7 @@ class Columns(InTiles):
             return 0.0
         gpu, rows = self.gpu, self.batch / (self.folds * blocks)
         waits = math.ceil(rows / (self.ways * self.each)) * gpu.rates.wait_us
-        read = rows * self.lanes * max(self.run * self.size, SECTOR / self.lanes) / gpu.l2_bytes
+        read = rows * max(self._row_bytes, SECTOR) / gpu.l2_bytes
         return max(waits, read) + WAY_CYCLES * self.ways / gpu.rates.cycles
 
     def us_of(self, batch: int) -> float:
@@ -250,7 +250,12 @@ class Columns(InTiles):
     @property
     def has_sectors(self) -> bool:
         """Whether what a block has of a row is a sector and more, or the whole row."""
-        return self.tiles == 1 or self.lanes * self.run * self.size >= SECTOR
+        return self.tiles == 1 or self._row_bytes >= SECTOR
+
+    @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row that a block has."""
+        return self.lanes * self.run * self.size
 
     def __str__(self) -> str:
         behind = ", from their results" if self.chain.through else ""
@@ -282,7 +287,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Columns | None:
     made = Columns(chain, dtype, batch, gpu)
     if chain.mixed or (chain.turn and (not made.tile_rows or made.shared > gpu.shared)):
         return None
-    if not made.sums or made.stores or most_samples(batch) > MOST_SOME:
+    if not made.sums or made.stores or batch > MOST_SOME:
         return made
     whole = (replace(made, whole=lanes) for lanes in LANES)
     tilings = [made, *(plan for plan in whole if plan.has_sectors)]
