@@ -133,7 +133,7 @@ def test_an_activation_that_learns_is_planned(emulator: Emulator) -> None:
     check_any_order(case, emulator)
 
 
-@pytest.mark.parametrize("dtype", monarch_pairs.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SPECS, ids=str)
 def test_all_gradients_of_odd_sizes(sizes: Sizes, dtype: str, emulator: Emulator) -> None:
     spec, chain = chain_of(sizes, dtype, backward=True)
@@ -217,7 +217,7 @@ def test_finds_padding_that_nobody_clears(emulator: Emulator) -> None:
     assert np.isnan(made[-1]).any()
 
 
-@pytest.mark.parametrize("dtype", monarch_pairs.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_and_spill_nothing(dtype: str, usage_of: UsageOf) -> None:
     _, chain = chain_of(((44, 26), (14, 44), 5), dtype, backward=True)
     passes = monarch_pairs.all_gradients(chain, dtype, BATCHES[2], Gpu.of(90))

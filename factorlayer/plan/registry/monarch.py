@@ -62,7 +62,7 @@ MONARCH_PAIRS = Family(
     monarch_pairs.all_gradients,
     (monarch_pairs.MonarchPairs,),
     "monarch",
-    Takes(monarch_pairs.DTYPES, factors=(2, 2), tied=False, samples=MANY),
+    Takes(factors=(2, 2), tied=False, samples=MANY),
     margin=AT_ONCE,
 )
 
