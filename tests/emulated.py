@@ -32,10 +32,11 @@ from test_emulator import (
 
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, plan, plan_stack
+from factorlayer.plan.planner import plan, plan_stack
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 8, 9, 12, 16, 16, 17, 20, 24, 31, 32, 33, 40, 48, 64]
 SMALL_SIZES = [1, 2, 3, 4, 5, 8]

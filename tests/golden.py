@@ -31,6 +31,7 @@ from factorlayer.plan.planner import (
     WORDS,
     cut,
     cut_of_few,
+    cut_of_more,
     cut_of_some,
     has_plan,
     has_plan_of_few,
@@ -145,7 +146,7 @@ def golden() -> tuple[dict[str, str], Counter[str]]:
             gpu = Gpu.of(architecture)
             ways = [
                 asked(text + behind, dtype, gpu.arch, gpu.sms, gpu.shared)
-                for asked in (cut_of_few, cut_of_some, cut)
+                for asked in (cut_of_few, cut_of_some, cut_of_more, cut)
                 for behind in ("", " | backward")
             ]
             found[f"{name} cut"] = str(ways)

@@ -12,6 +12,7 @@ from emulator.driver import Emulator
 from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker, terms_apart
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Reduction, Reductions
@@ -242,7 +243,7 @@ def test_visits_go_where_states_between_them_are_smallest() -> None:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_parts_of_a_weight_overwrite_nothing_that_others_read(sizes: tuple[int, ...], rank: int) -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=rank))
-    for batch in planner.BATCHES:
+    for batch in BATCHES:
         for count in (1, 2, 3, 4):
             for planned in visits_of(chain, "bfloat16", batch, Gpu.of(90), count) or ():
                 if isinstance(planned, ChainBackward) and planned.parts > 1:
@@ -261,13 +262,13 @@ def test_padding_leaves_room_for_more_than_one_group(sizes: tuple[int, ...], dty
 @pytest.mark.parametrize(("sizes", "dtype"), [((24, 16, 40), "float64"), ((16, 48, 24), "bfloat16")], ids=str)
 def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple[int, ...], dtype: str) -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=3))
-    assert are_worth_it(chain, dtype, planner.BATCHES[1], Gpu.of(90))
+    assert are_worth_it(chain, dtype, BATCHES[1], Gpu.of(90))
 
 
 def test_few_samples_are_asked_of_by_themselves() -> None:
     """What many have no plan for, as their work is less a contraction at a time, may have one for few."""
     chain = all_gradients_of(dataclasses.replace(kronecker((30, 230, 90), (30, 230, 90)), rank=3))
-    worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in planner.BATCHES]
+    worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in BATCHES]
     assert worth == [True, False, False]
     assert planner.has_plan_of_few(chain.text, "float16", 90, 132, 232448)
     assert not planner.has_plan(chain.text, "float16", 90, 132, 232448)

@@ -10,12 +10,13 @@ from oracle import kronecker
 from test_plan import LANES, conflicts
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.kernels.stack.dense_streamed import LEAST_SLOTS, DenseStreamed, WeightChunks, tile
 from factorlayer.kernels.stack.stack_cluster import StackCluster
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import BATCHES, plan_stack
+from factorlayer.plan.planner import plan_stack
 from factorlayer.plan.schemes import schemes
 
 HOPPER = Gpu.of(90)
@@ -39,17 +40,17 @@ def dense(*widths: int, activation: str = "relu") -> tuple[Chain, ...]:
 @dtypes
 @pytest.mark.parametrize("widths", WIDTHS[:4], ids=str)
 def test_only_hopper_streams_and_only_what_it_cannot_hold(widths: tuple[int, ...], dtype: str) -> None:
-    *_, found = plan_stack(dense(*widths), dtype, BATCHES[2], HOPPER).passes
+    *_, found = plan_stack(dense(*widths), dtype, BATCHES[-1], HOPPER).passes
     assert isinstance(found, DenseStreamed) and "weights streamed: " in str(found)
     for batch in BATCHES[:2]:  # few samples may be shared out by clusters
         *_, found = plan_stack(dense(*widths), dtype, batch, HOPPER).passes
         assert isinstance(found, DenseStreamed | StackCluster)
     for arch in (80, 89, 100, 120):
-        assert tile(dense(*widths), dtype, BATCHES[2], Gpu.of(arch)) is None
+        assert tile(dense(*widths), dtype, BATCHES[-1], Gpu.of(arch)) is None
     for arch in (80, 89):
         with pytest.raises(PlanError, match="no pass takes all layers"):
-            plan_stack(dense(*widths), dtype, BATCHES[2], Gpu.of(arch))
-    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER).passes
+            plan_stack(dense(*widths), dtype, BATCHES[-1], Gpu.of(arch))
+    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[-1], HOPPER).passes
     assert type(small) is Dense
 
 
@@ -63,7 +64,7 @@ def test_states_are_stored_by_the_same_kernel(widths: tuple[int, ...], dtype: st
         assert found.us >= plain.us
         places = [found.struct(i)["STATE"] for i in range(len(widths) - 1)]
         assert places == [-1, *range(found.tensors, found.tensors + len(widths) - 2)]
-    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[2], HOPPER, states=True).passes
+    (small,) = plan_stack(dense(32, 64, 64, 16), dtype, BATCHES[-1], HOPPER, states=True).passes
     assert type(small) is Dense
     many = dense(*[20] * 25)
     assert tile(many, dtype, 4096, HOPPER) and tile(many, dtype, 4096, HOPPER, states=True) is None

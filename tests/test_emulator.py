@@ -27,6 +27,7 @@ from factorlayer.autograd import backward
 from factorlayer.autograd.backward import Ops, gradients, sums_text, texts, visits
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels import gradient, tiling
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
@@ -53,7 +54,7 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.cuts import cuts, modes_of, works_of
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, plan
+from factorlayer.plan.planner import plan
 from factorlayer.plan.products import one_by_one, product_pass
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
@@ -75,7 +76,7 @@ from factorlayer.plan.works import single
 
 # What a rounding may be off by, or two where sums are rounded as well
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-SMALL, MEDIUM, LARGE = BATCHES
+SMALL, MEDIUM, _, LARGE = BATCHES
 SOME = 1300  # of the second class, but not what it is planned for, whose untied products are those of few samples
 LEARNED = trace(torch.nn.Sequential(torch.nn.PReLU(), Snake()))[0].program  # two parameters
 

@@ -27,6 +27,7 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import wide_gradient
@@ -34,7 +35,7 @@ from factorlayer.kernels.resident import Resident
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, plan, plan_of, plan_text
+from factorlayer.plan.planner import has_plan, plan, plan_of, plan_text
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 # What is compiled, and the GPU that it is planned for. sm_90a has to accept what sm_90 does.
@@ -87,7 +88,7 @@ def matrix() -> Iterator[Case]:
     """All layers and dtypes for one architecture, and three layers, others each time, for the others."""
     for i, dtype in enumerate(DTYPES):
         for j, spec in enumerate(SPECS):
-            yield Case(spec, dtype, "sm_90a", BATCHES[0] if (i + j) % 3 == 0 else BATCHES[2])
+            yield Case(spec, dtype, "sm_90a", BATCHES[0] if (i + j) % 3 == 0 else BATCHES[-1])
         for j, architecture in enumerate(ARCHITECTURES):
             if architecture != "sm_90a":
                 for k in range(3):
@@ -179,7 +180,7 @@ class BackwardCase:
     spec: LayerSpec
     dtype: str
     architecture: str
-    batch: int = BATCHES[2]
+    batch: int = BATCHES[-1]
     bias: bool = False
 
     def __str__(self) -> str:
@@ -236,7 +237,7 @@ class GradientCase:
 
 # Of one factor and x at once: by columns and by rows, with padding and without
 BOTH = [
-    GradientCase((*sizes, True), dtype, "sm_90a", BATCHES[2], True)
+    GradientCase((*sizes, True), dtype, "sm_90a", BATCHES[-1], True)
     for sizes in (
         (1, 128, 128, 128),
         (128, 128, 128, 1),
@@ -247,7 +248,7 @@ BOTH = [
     )
     for dtype in DTYPES
     if max(sizes[1:3]) < 128 or dtype != "float64"
-] + [GradientCase((2, 20, 36, 48, True), dtype, "sm_80", BATCHES[2], True) for dtype in DTYPES]
+] + [GradientCase((2, 20, 36, 48, True), dtype, "sm_80", BATCHES[-1], True) for dtype in DTYPES]
 
 
 def summed() -> Iterator[GradientCase]:
@@ -258,7 +259,7 @@ def summed() -> Iterator[GradientCase]:
         for j, architecture in enumerate(ARCHITECTURES):
             if architecture != "sm_90a":
                 for k in range(2):
-                    yield GradientCase(SUMMED[(3 * i + 2 * j + 5 * k) % len(SUMMED)], dtype, architecture, BATCHES[2])
+                    yield GradientCase(SUMMED[(3 * i + 2 * j + 5 * k) % len(SUMMED)], dtype, architecture, BATCHES[-1])
     for contraction, dtype, batch in itertools.product(WIDE_SUMMED, ("bfloat16", "float16"), BATCHES):
         yield GradientCase(contraction, dtype, "sm_90a", batch)
 
@@ -282,7 +283,7 @@ def activated() -> Iterator[Case]:
         (kronecker((8,) * 5, (8,) * 5), "float32"),
     ):
         for activation in (mish, PRELU, SNAKE):
-            yield Case(spec, dtype, "sm_90a", BATCHES[2], activation)
+            yield Case(spec, dtype, "sm_90a", BATCHES[-1], activation)
     for architecture, dtype in zip(("sm_80", "sm_86", "sm_100a", "sm_120"), DTYPES, strict=False):
         yield Case(kronecker((5, 8), (8, 7)), dtype, architecture, BATCHES[1], PRELU)
 
@@ -295,7 +296,7 @@ class StackCase:
     dtype: str
     activation: str = "relu"
     architecture: str = "sm_90a"
-    batch: int = BATCHES[2]
+    batch: int = BATCHES[-1]
     last: str = "identity"
     backward: bool = False
     states: bool = False
@@ -382,7 +383,7 @@ class SlopeCase:
     dtype: str
     activation: str
     architecture: str = "sm_90a"
-    batch: int = BATCHES[2]
+    batch: int = BATCHES[-1]
     through: bool = False  # from the result, and without a bias
     spec: LayerSpec | None = None
 
@@ -405,9 +406,9 @@ SLOPES = [
     SlopeCase(p, q, dtype, activation, batch=batch)
     for dtype in ("bfloat16", "float16", "tf32", "float32")
     for p, q, activation, batch in (
-        (256, 256, "relu", BATCHES[2]),
+        (256, 256, "relu", BATCHES[-1]),
         (512, 512, "gelu", BATCHES[1]),
-        (384, 1536, "gelu", BATCHES[2]),
+        (384, 1536, "gelu", BATCHES[-1]),
         (200, 84, "sine", BATCHES[0]),
     )
 ] + [
@@ -420,8 +421,8 @@ SLOPES += [
     SlopeCase(p, q, dtype, activation, batch=batch, through=True)
     for dtype in ("bfloat16", "float16", "tf32", "float32")
     for p, q, activation, batch in (
-        (256, 256, "relu", BATCHES[2]),
-        (256, 512, "elu", BATCHES[2]),
+        (256, 256, "relu", BATCHES[-1]),
+        (256, 512, "elu", BATCHES[-1]),
         (512, 384, "softplus", BATCHES[1]),
         (200, 84, "tanh", BATCHES[0]),
     )
@@ -502,7 +503,7 @@ def compile_case(case: AnyCase, usage_of: UsageOf) -> list[Kernel]:
     if isinstance(case, SlopeCase):
         chain = case.chain
     elif isinstance(case, ColumnsCase):
-        found = plan(Chain.parse(case.text), case.dtype, BATCHES[2], gpu)
+        found = plan(Chain.parse(case.text), case.dtype, BATCHES[-1], gpu)
         return compile_plan(found, case.architecture, usage_of)
     elif isinstance(case, BackwardCase):
         chain = replace(all_gradients_of(case.spec), bias=case.bias)
@@ -681,7 +682,7 @@ def test_all_gradients_at_once_compile(case: BackwardCase, compiled: Compiled) -
         check(kernels, case, 128)  # those of few samples in float on sm_80; others 80 at most
 
 
-@pytest.mark.parametrize("case", [Case(*s, BATCHES[2], "relu") for s in of_whole()], ids=str)
+@pytest.mark.parametrize("case", [Case(*s, BATCHES[-1], "relu") for s in of_whole()], ids=str)
 def test_layers_multiplied_out_compile(case: Case, compiled: Compiled) -> None:
     check(compiled(case), case, 0)
 

@@ -18,6 +18,7 @@ from versions import fails_before_2_12
 import factorlayer.stacks.frozen
 from factorlayer import FactorMLP, freeze, fuse, unfreeze
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.plan.planner import plan_of
 from factorlayer.stacks.frozen import ALIGNMENT, FROZEN
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks
@@ -496,7 +497,7 @@ def test_any_strides_of_x() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_plan_says_which_passes_read_weights_alone(dtype: str) -> None:
     text = " | ".join(f"tied 0 1 {p} {q} 1; bias; relu; tf32" for p, q in ((63, 256), (256, 256), (256, 256), (256, 4)))
-    for batch_class in range(3):
+    for batch_class in range(len(BATCHES)):
         found = plan_of(text + FROZEN, dtype, batch_class, Gpu(90, 132, 232448)).text()
         words = [line.split()[1:3] for line in found.splitlines() if line.startswith("pass ")]
         prepared = [["none", "s2"], ["x", "y"]]

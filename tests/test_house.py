@@ -293,5 +293,5 @@ def test_the_raw_ops_are_named_in_one_file() -> None:
 )
 def test_a_plan_and_the_emulator_ask_passes_and_know_no_family(path: Path) -> None:
     asked = {name for name in imports(path) if name.startswith("factorlayer.kernels")}
-    assert {".".join(name.split(".")[:3]) for name in asked} == {"factorlayer.kernels.passes"}
+    assert {name.split(".")[2] for name in asked} <= {"batches", "passes"}
     assert "isinstance" not in path.read_text()

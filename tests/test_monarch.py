@@ -22,12 +22,13 @@ from test_emulator import (
 from test_emulator import test_is_right_in_any_order_and_keeps_samples_apart as check_any_order
 
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.monarch import monarch_chunks, monarch_pairs
 from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks, MonarchKept
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.plan import Plan
 
 GPU = replace(Gpu.of(90), sms=2)
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
@@ -128,7 +129,7 @@ def test_weights_that_are_kept(groups: int, columns: int, dtype: str, emulator: 
 
 
 def test_an_activation_that_learns_is_planned(emulator: Emulator) -> None:
-    case = Case(monarch((8, 20), (15, 8), rank=2), "float64", 70, BATCHES[2], activation=LEARNED)
+    case = Case(monarch((8, 20), (15, 8), rank=2), "float64", 70, BATCHES[-1], activation=LEARNED)
     assert isinstance(case.plan.passes[-1], MonarchChunks)
     check_any_order(case, emulator)
 
@@ -220,7 +221,7 @@ def test_finds_padding_that_nobody_clears(emulator: Emulator) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_compile_and_spill_nothing(dtype: str, usage_of: UsageOf) -> None:
     _, chain = chain_of(((44, 26), (14, 44), 5), dtype, backward=True)
-    passes = monarch_pairs.all_gradients(chain, dtype, BATCHES[2], Gpu.of(90))
+    passes = monarch_pairs.all_gradients(chain, dtype, BATCHES[-1], Gpu.of(90))
     assert passes
     for made in passes[:-1]:
         usage = usage_of(made.source("kernel"), "kernel", "sm_90a", OPTIONS)

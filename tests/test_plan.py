@@ -25,6 +25,7 @@ from oracle import AWKWARD_SPECS, KINDS, kronecker, monarch, spec_id, specs
 from factorlayer.autograd import runtime
 from factorlayer.device.gpu import DTYPES, ELEMENT_BYTES, Gpu
 from factorlayer.kernels import bank_layouts
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, Reduction
 from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small_float, small_float_backward
@@ -61,8 +62,9 @@ from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, has_plan, has_plan_of_few, plan, plan_text, runs_of
+from factorlayer.plan.planner import has_plan, has_plan_of_few, plan, plan_text, runs_of
 
+MANY = len(BATCHES) - 1  # the class of batches
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
 # Of functions, counted with their returns, for a plan: a million is about 0.2 s. A clock would measure the machine.
@@ -374,7 +376,7 @@ def test_stacks_are_cut_into_runs_that_have_kernels(
     layers = [Chain.of(kronecker((p,), (q,)), True, activation).text for p, q in itertools.pairwise(widths)]
     asked = [("bfloat16", 90, right), ("float32", 90, in_float), ("bfloat16", 80, without_wgmma)]
     for dtype, arch, runs in asked:
-        assert list(runs_of(" | ".join(layers), dtype, Gpu(arch, 132, 232448), 2, backward=True)) == runs
+        assert list(runs_of(" | ".join(layers), dtype, Gpu(arch, 132, 232448), MANY, backward=True)) == runs
 
 
 @pytest.mark.parametrize(
@@ -391,8 +393,8 @@ def test_stacks_are_cut_forward_where_one_pass_takes_several(
     widths: tuple[int, ...], right: list[tuple[int, int]], without_wgmma: list[tuple[int, int]]
 ) -> None:
     stack = " | ".join(chain_of(kronecker((p,), (q,)), activation="relu").text for p, q in itertools.pairwise(widths))
-    assert list(runs_of(stack, "bfloat16", Gpu(90, 132, 232448), 2)) == right
-    assert list(runs_of(stack, "bfloat16", Gpu(80, 132, 232448), 2)) == without_wgmma
+    assert list(runs_of(stack, "bfloat16", Gpu(90, 132, 232448), MANY)) == right
+    assert list(runs_of(stack, "bfloat16", Gpu(80, 132, 232448), MANY)) == without_wgmma
 
 
 @pytest.mark.parametrize(
@@ -444,7 +446,7 @@ def test_stacks_whose_activations_learn_have_kernels_forward_only() -> None:
 )
 def test_odd_rows_are_packed_where_there_is_room(widths: tuple[int, ...], dtype: str, packs: bool | None) -> None:
     layers = tuple(Chain.of(kronecker((p,), (q,)), True, "relu") for p, q in itertools.pairwise(widths))
-    found = dense.tile(layers, dtype, BATCHES[2], Gpu.of(90))
+    found = dense.tile(layers, dtype, BATCHES[-1], Gpu.of(90))
     assert found and found.shared <= found.gpu.shared
     assert (found.packed_bytes > 0) == (packs is True) and found.packs == (packs is not False)
 
@@ -1177,12 +1179,12 @@ def test_all_gradients_of_few_samples_go_through_scratch() -> None:
     assert sums == 0 and 65 * of_state >= 72 * state * 2 and 65 * of_features >= 72 * features * 2
     assert all(p.blocks_per_processor == 0 and p.units_per_block <= 64 for p in some.passes)
     with pytest.raises(PlanError):
-        plan(replace(chain, few=True), "bfloat16", BATCHES[2], Gpu.of(90))
+        plan(replace(chain, few=True), "bfloat16", BATCHES[-1], Gpu.of(90))
 
 
 def test_weights_go_by_where_groups_of_a_monarch_layer_are_few() -> None:
     chain = Chain.of(monarch((4, 192), (192, 4), rank=48), True, "identity")
-    (found,) = plan(chain, "bfloat16", BATCHES[2], Gpu.of(90)).passes
+    (found,) = plan(chain, "bfloat16", BATCHES[-1], Gpu.of(90)).passes
     assert isinstance(found, MonarchThrough) and found.fits and found.shared <= found.gpu.shared
     x, first, second = (line.split() for line in found.maps)
     assert x[1:7] == ["u16", "192", "4", "1", "1", "1"] and x[-5:] == ["64", "1", "64", "1", "1"]
@@ -1190,7 +1192,7 @@ def test_weights_go_by_where_groups_of_a_monarch_layer_are_few() -> None:
     assert second[2:7] == ["192", "192", "4", "1", "1"] and second[-5:] == ["64", str(found.n), "1", "1", "1"]
     for p, groups, rank in ((190, 4, 48), (192, 6, 32), (192, 4, 40), (192, 4, 80)):
         other = Chain.of(monarch((4, p), (192, groups), rank=rank), True, "identity")
-        assert not list(monarch_through.tilings(other, "bfloat16", BATCHES[2], Gpu.of(90)))
+        assert not list(monarch_through.tilings(other, "bfloat16", BATCHES[-1], Gpu.of(90)))
 
 
 @pytest.mark.parametrize(
@@ -1242,7 +1244,7 @@ def test_sums_of_few_samples_are_waited_for_once() -> None:
 def test_sums_of_some_samples_need_no_second_kernel(dtype: str) -> None:
     """Of few features or many, odd ones or not; but those of thousands of samples do."""
     for features in (13, 58, 144, 447, 1216, 2048):
-        for batch, passes in ((BATCHES[0], 1), (BATCHES[1], 1), (BATCHES[2], 2)):
+        for batch, passes in ((BATCHES[0], 1), (BATCHES[1], 1), (BATCHES[-1], 2)):
             found = plan(Chain((), sums=features), dtype, batch, Gpu.of(90)).passes
             assert len(found) == passes
 
@@ -1272,7 +1274,7 @@ def test_a_monarch_layer_in_float_or_of_odd_sizes_is_two_kernels() -> None:
         (monarch((32, 24), (64, 47), rank=4), "bfloat16"),
         (monarch((32, 23), (64, 48), rank=4), "bfloat16"),
     ):
-        assert len(plan(Chain.of(spec, False, "relu"), dtype, BATCHES[2], Gpu.of(90)).passes) >= 2
+        assert len(plan(Chain.of(spec, False, "relu"), dtype, BATCHES[-1], Gpu.of(90)).passes) >= 2
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "bfloat16"])

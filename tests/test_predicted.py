@@ -23,6 +23,7 @@ from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.stack_ops import MANY, STATES, texts_of_run
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels import chain_backward, tiling
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few import PairFew
@@ -37,8 +38,17 @@ from factorlayer.maths.spec import LayerSpec
 from factorlayer.models.times import plan_us
 from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.library import Product, calls, contracted_us
-from factorlayer.plan.plan import ASKED, BATCHES, PlanError
-from factorlayer.plan.planner import LEAST_ROWS, _functions, _rows, plan_of, times_of_few, times_of_many, times_of_some
+from factorlayer.plan.plan import ASKED, PlanError
+from factorlayer.plan.planner import (
+    LEAST_ROWS,
+    _functions,
+    _rows,
+    plan_of,
+    times_of_few,
+    times_of_many,
+    times_of_more,
+    times_of_some,
+)
 from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
 
@@ -188,7 +198,7 @@ def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[str, str]
     """Of a Monarch layer whose state has rows that 16 bytes do not divide either: 571 us of the batched implementation
     were measured on an H100 with 13,053 samples, and 446 of ours."""
     text = Chain.of(LayerSpec("monarch", (17, 192), (192, 17), 11), False, "identity").text
-    answers["times_of_many"] = same(446.0, 2)
+    answers["times_of_many"] = same(446.0, 3)
     asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
     assert [found.implementation for found in asked] == ["fused", "batched"]
     assert asked[0].batched_us > 571 / 1.3 > 1.1 * asked[1].batched_us
@@ -259,7 +269,7 @@ def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype:
 @pytest.mark.parametrize("batch_class", range(len(BATCHES)))
 def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
     found = plan_of(TEXT, "float32", batch_class, Gpu(*LIMITS))
-    told = (times_of_few, times_of_some, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
+    told = (times_of_few, times_of_some, times_of_more, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
     expected = [sum(made.us_of(n) for made in found.passes) for n in ASKED[batch_class]]
     assert list(map(float, told)) == pytest.approx(expected)
 
@@ -430,9 +440,9 @@ def test_layers_are_joined_where_it_is_predicted_to_be_faster(monkeypatch: pytes
     predicted._predicted.cache_clear()
     for n, faster in ((80, True), (900, False)):
         stack = " | ".join([layers[n]] * 5)
-        assert predicted.joined_is_faster(stack, torch.float64, 97, 3000) is faster
+        assert predicted.joined_is_faster(stack, torch.float64, 97, 30000) is faster
         apart, joined = (
-            predicted.predicted_stack(stack, torch.float64, 97, 3000, True, each) for each in (False, True)
+            predicted.predicted_stack(stack, torch.float64, 97, 30000, True, each) for each in (False, True)
         )
         assert (joined.fused_us < apart.fused_us) is faster
     predicted._predicted_stack.cache_clear()
@@ -470,6 +480,6 @@ def test_reports_and_auto_predict_alike(activation: str, dtype: str) -> None:
     gpu, layer = Gpu.of(90), LayerSpec("kronecker", (16, 16), (16, 16))
     text = Chain.of(layer, True, activation).text
     asked = list(map(float, times_of_many(text, dtype, 90, 132, 232448).split()))
-    assert [plan_us(text, samples, dtype, gpu) for samples in ASKED[2]] == asked
-    plain = plan_us(Chain.of(layer, True, "relu").text, ASKED[2][-1], dtype, gpu)
+    assert [plan_us(text, samples, dtype, gpu) for samples in ASKED[-1]] == asked
+    plain = plan_us(Chain.of(layer, True, "relu").text, ASKED[-1][-1], dtype, gpu)
     assert (asked[-1] > plain) == (activation == "silu" and dtype == "float64")

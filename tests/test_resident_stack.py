@@ -15,16 +15,17 @@ from oracle import kronecker
 from test_emulator import check_stack, check_states, drawing, drawn_tensors, run_in_torch, stack_of
 
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.resident_stack import ResidentStack, tile, tilings
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import plan_stack, runs_of
 from factorlayer.plan.schemes import RESIDENT, schemes
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while beside functions in double
-SMALL, MEDIUM, LARGE = BATCHES
+SMALL, MEDIUM, _, LARGE = BATCHES
 HOPPER, AMPERE = Gpu.of(90), Gpu.of(80)
 ON_AMPERE, ON_HOPPER = replace(AMPERE, sms=2), replace(HOPPER, sms=2)
 

@@ -186,8 +186,8 @@ def test_wrong_plans(text: str, message: str) -> None:
 
 
 def test_batch_classes() -> None:
-    found = [torch.ops.factorlayer.batch_class(batch) for batch in (0, 1, 64, 65, 2048, 2049, 2**40)]
-    assert found == [0, 0, 0, 1, 1, 2, 2]
+    found = [torch.ops.factorlayer.batch_class(batch) for batch in (0, 1, 64, 65, 2048, 2049, 8192, 8193, 2**40)]
+    assert found == [0, 0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # Launches

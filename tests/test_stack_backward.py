@@ -15,16 +15,17 @@ from oracle import kronecker
 from test_emulator import check_gradients_of_stack, drawing, drawn_tensors, run_in_torch, stack_of
 
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.resident_stack import ResidentStack
 from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.stack.stack_backward import StackBackward, tile, tilings
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, Plan, PlanError
-from factorlayer.plan.planner import cut, cut_of_few, cut_of_some, plan_stack, runs_of
+from factorlayer.plan.plan import Plan, PlanError
+from factorlayer.plan.planner import cut, cut_of_few, cut_of_more, cut_of_some, plan_stack, runs_of
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while
-SMALL, MEDIUM, LARGE = BATCHES
+SMALL, MEDIUM, _, LARGE = BATCHES
 HOPPER, AMPERE = Gpu.of(90), Gpu.of(80)
 ON_HOPPER, ON_AMPERE = replace(HOPPER, sms=1), replace(AMPERE, sms=1)
 
@@ -156,8 +157,8 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
     text = " | ".join(layer.text for layer in dense(20, 30, 30, 10))
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):
         asked = f"{text} | backward", dtype, gpu.arch, gpu.sms, gpu.shared
-        assert [runs_of(text, dtype, gpu, i, backward=True) for i in range(3)] == [((0, 3),)] * 3
-        assert [question(*asked) for question in (cut_of_few, cut_of_some, cut)] == ["((0, 3),)"] * 3
+        assert [runs_of(text, dtype, gpu, i, backward=True) for i in range(4)] == [((0, 3),)] * 4
+        assert [question(*asked) for question in (cut_of_few, cut_of_some, cut_of_more, cut)] == ["((0, 3),)"] * 4
         for batch in BATCHES:
             (back, _) = plan_stack(dense(20, 30, 30, 10), dtype, batch, gpu, backward=True).passes
             assert isinstance(back, StackBackward | DenseBackward)
@@ -165,7 +166,7 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
 
 def test_a_large_layer_is_left_to_itself() -> None:
     text = " | ".join(layer.text for layer in dense(20, 30, 512, 512, 30, 20))
-    for batch_class in range(3):
+    for batch_class in range(len(BATCHES)):
         runs = runs_of(text, "float32", HOPPER, batch_class, backward=True)
         assert runs and all(end <= 2 or begin >= 3 for begin, end in runs)
 

@@ -14,11 +14,12 @@ from test_emulator import check_stack, check_states, drawing, drawn_tensors, sta
 from test_resident_stack import INTO_INFINITIES, MOST_SPILLED, OPTIONS, check_infinities, dense
 
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.stack.stack_cluster import StackCluster, tile, tilings
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.plan import Plan
 
-SMALL, MEDIUM, LARGE = BATCHES
+SMALL, MEDIUM, _, LARGE = BATCHES
 HOPPER, AMPERE = Gpu.of(90), Gpu.of(80)
 
 

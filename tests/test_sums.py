@@ -14,6 +14,7 @@ from test_emulator import Case, all_gradients_of
 from test_inputs_emulated import check_gradients
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
@@ -22,7 +23,7 @@ from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.cuts import around, cuts, modes_of
-from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.plan import Plan
 from factorlayer.plan.planner import plan
 from factorlayer.plan.registry.family import ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, PAIR

@@ -29,8 +29,9 @@ from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.activations.texts import activation_of
 from factorlayer.autograd.runtime import CompileError
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.planner import BATCHES, plan, plan_of, plan_stack
+from factorlayer.plan.planner import plan, plan_of, plan_stack
 from factorlayer.plan.schemes import schemes
 
 MANY = [row for seed in range(10) for row in drawn(seed, 400, "cuda", ALL_DTYPES)]

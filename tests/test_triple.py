@@ -13,6 +13,7 @@ from emulator.driver import Array, Emulator, decode, encode
 from oracle import kronecker
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import triple
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -23,7 +24,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import BATCHES, plan
+from factorlayer.plan.planner import plan
 from factorlayer.plan.registry.family import ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS
 
@@ -32,7 +33,7 @@ MOST_SPILLED = 32  # bytes, of values that are kept for a while
 HOPPER = Gpu.of(90)
 EPS = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 Sizes = tuple[int, int, int]
-SMALL, MEDIUM, LARGE = BATCHES
+SMALL, MEDIUM, _, LARGE = BATCHES
 
 
 def chain_of(p: Sizes, q: Sizes, activation: str = "identity") -> Chain:

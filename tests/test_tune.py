@@ -201,8 +201,8 @@ def test_explain_says_where_the_choice_comes_from(times: dict[str, float]) -> No
 
 
 def test_the_classes_of_batch_are_those_of_plans() -> None:
-    assert [class_of_batch(n) for n in (64, 65, 2048, 2049)] == [0, 1, 1, 2]
-    assert [words.split()[-2] for words in choices.SAMPLES] == ["64", "2048", "2048"]
+    assert [class_of_batch(n) for n in (64, 65, 2048, 2049, 8192, 8193)] == [0, 1, 1, 2, 2, 3]
+    assert [words.split()[-2] for words in choices.SAMPLES] == ["64", "2048", "8192", "8192"]
 
 
 # Files
@@ -274,7 +274,7 @@ DAMAGES = {
     "no number": lambda text: text.replace('"batched_us": 20', '"batched_us": NaN, "x": 0'),
     "a chain": lambda text: text.replace("tied 1 3", "tied 1 5"),
     "a dtype": lambda text: text.replace("float32", "float31"),
-    "a class": lambda text: text.replace('"batch_class": 0', '"batch_class": 3'),
+    "a class": lambda text: text.replace('"batch_class": 0', '"batch_class": 4'),
     "a field": lambda text: text.replace('"samples"', '"simples"'),
     "deep": lambda text: "[" * 100000,
 }

@@ -17,6 +17,7 @@ from test_engine import OPTIONS
 
 from factorlayer.activations.named import activate
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.kernels.product.whole_kronecker import KroneckerWeight
 from factorlayer.maths.chain import Chain
@@ -24,7 +25,7 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import gradients, whole
 from factorlayer.plan.forward import dense
-from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.plan import Plan
 from factorlayer.plan.planner import has_plan, plan
 
 LARGE = BATCHES[-1]

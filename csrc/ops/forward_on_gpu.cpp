@@ -121,7 +121,7 @@ struct Prepared {
   bool own = false;  // whether that one needs any
 
   Prepared(const Stack& stack, const Text& text, DType dtype, int device, int batch_class) {
-    for (int each = 0; each < 3; ++each) {
+    for (int each = 0; each < cuda::BATCH_CLASSES; ++each) {
       const int64_t bytes = program_of({&stack, dtype, each, device}, text.value).plan.prepared;
       if (each == batch_class) before = all, own = bytes;
       all += (bytes + 255) / 256 * 256;  // as what comes before
@@ -150,7 +150,7 @@ Tensor stack_prepare_cuda(const Tensor& values, const Text& text) {
   Tensor made = new_matrix(values, 1, Prepared(stack, text, dtype, index, 0).all / bytes_of(dtype), -1, 1);
   const cuda::Device& device = cuda::find_device(index);
   const cuda::ContextScope scope(device);
-  for (int each = 0; each < 3; ++each) {
+  for (int each = 0; each < cuda::BATCH_CLASSES; ++each) {
     const Prepared prepared(stack, text, dtype, index, each);
     if (!prepared.own) continue;
     void* scratch[MOST_SCRATCH] = {};

@@ -32,7 +32,7 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
     STD_TORCH_CHECK(number >= least && number <= most, "factorlayer: ", what, " should be from ", least, " to ", most,
                     ", it is ", number);
   };
-  check_number("a batch class", batch_class, 0, 2);
+  check_number("a batch class", batch_class, 0, cuda::BATCH_CLASSES - 1);
   check_number("a compute capability", capability, 10, 999);
   check_number("the number of multiprocessors", processors, 1, 1 << 16);
   check_number("the bytes of shared memory", shared_bytes, 0, 1 << 24);
@@ -43,11 +43,11 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
 // Asks the planner for anything but a plan, such as has_plan. It may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
                         int64_t shared_bytes, int64_t memory_rate) {
-  const char* const questions[] = {"has_plan",      "has_plan_of_few", "predicted",  "times_of_few", "times_of_some",
-                                   "times_of_many", "cut",             "cut_of_few", "cut_of_some"};
+  const char* const questions[] = {"has_plan",      "has_plan_of_few", "predicted", "times_of_few", "times_of_some", "times_of_more",
+                                   "times_of_many", "cut",             "cut_of_few", "cut_of_some", "cut_of_more"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
                   "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, times_of_few, times_of_some, "
-                  "times_of_many, cut, cut_of_few or cut_of_some, not \"",
+                  "times_of_more, times_of_many, cut, cut_of_few, cut_of_some or cut_of_more, not \"",
                   shown(question.value), "\"");
   const python::Limits gpu =
       check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes, memory_rate);
@@ -64,8 +64,8 @@ std::vector<std::string> in_parts(const cuda::Failure& failure) {
 }
 
 cuda::PlanKey key_of(const Text& chain, const Text& dtype, int64_t batch_class, int64_t device) {
-  STD_TORCH_CHECK(batch_class >= 0 && batch_class <= 2, "factorlayer: a batch class should be 0, 1 or 2, it is ",
-                  batch_class);
+  STD_TORCH_CHECK(batch_class >= 0 && batch_class < cuda::BATCH_CLASSES,
+                  "factorlayer: a batch class should be from 0 to ", cuda::BATCH_CLASSES - 1, ", it is ", batch_class);
   STD_TORCH_CHECK(device >= 0 && device < 1 << 16, "factorlayer: a device should be its index, from 0 on, it is ", device);
   const void* described = find_choice(chain.value)        ? find_choice(chain.value)
                           : is_of_decoder(chain.value)    ? &find_decoder(chain.value)

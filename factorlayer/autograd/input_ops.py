@@ -40,8 +40,8 @@ from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, kn
 from factorlayer.autograd.stack_ops import forward_flops as stack_forward_flops
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain, parse_layers
-from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.inputs_forward.default

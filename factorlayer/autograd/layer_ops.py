@@ -35,12 +35,13 @@ from factorlayer.autograd.runtime import (
     why_not_on_gpu,
 )
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
-from factorlayer.plan.plan import ASKED, BATCHES, asked_of, takes_turns
+from factorlayer.plan.plan import ASKED, asked_of, takes_turns
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
-QUESTIONS = ("times_of_few", "times_of_some", "times_of_many")  # of the planner, for each class of batch
+QUESTIONS = "times_of_few", "times_of_some", "times_of_more", "times_of_many"  # of the planner, by the class of batches
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
@@ -563,7 +564,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     def us_of(batch: int) -> Callable[[str], float]:
         return lambda text: predicted_us(text, batch, dtype, device)
 
-    predicting = {batch: us_of(batch) for batch in (BATCHES[0], *ASKED[1], BATCHES[-1])}
+    predicting = {batch: us_of(batch) for batch in (BATCHES[0], *ASKED[1], *BATCHES[2:])}
     ops = torch.ops.factorlayer
     return Ops(
         explaining(ops.forward.default._op),

@@ -31,8 +31,8 @@ from factorlayer.autograd.backward import (
 )
 from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.autograd.runtime import class_of_batch, prepare_together
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _all_at_once = torch.ops.factorlayer.stack_backward.default

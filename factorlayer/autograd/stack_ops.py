@@ -45,9 +45,9 @@ from factorlayer.autograd.layerwise import (
 )
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
-from factorlayer.plan.plan import BATCHES
 
 if missing_extension is None:
     _forward = torch.ops.factorlayer.stack_forward.default
@@ -109,7 +109,7 @@ MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers a
 # if their gradients are made layer by layer. It is a tuple, as torch.compile takes that for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
-CUTS = "cut_of_few", "cut_of_some", "cut"  # questions, by the class of batches
+CUTS = "cut_of_few", "cut_of_some", "cut_of_more", "cut"  # questions, by the class of batches
 
 
 def why_no_stack(x: Tensor) -> str | None:

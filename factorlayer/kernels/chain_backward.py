@@ -17,8 +17,8 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, ask_for, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.batches import FEW as FEW_SAMPLES
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.passes import FEW as FEW_SAMPLES
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.resident import (
     copied_at_once,

@@ -14,12 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
 
-TIMES_FEWER = 4  # samples than a class of batches is planned for, which have the same plan
-FEW = 16  # samples that plans of up to 64 are made for:
-OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what they are compared by
-# Sequences of a recurrence, whose groups take turns, in their place: of plans of up to 64, and of up to 2048
-OF_SEQUENCES = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
-MOST_SOME = 2048  # samples of the middle class of batches
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
 MOST_TENSORS = 61  # of a stack that a kernel is given, and one more for the gradient behind them
@@ -301,17 +295,6 @@ Tiled = TypeVar("Tiled", bound=Pass)
 def fastest(plans: Iterable[Tiled]) -> Tiled | None:
     """The tiling of a family that is predicted to be the fastest; None where it has none."""
     return min(plans, key=lambda plan: plan.us, default=None)
-
-
-def few_samples(batch: int) -> tuple[int, ...]:
-    """Numbers of samples that what is made for so few is compared by."""
-    return tuple(round(each * batch) for each in OF_FEW)
-
-
-def samples_of_class(batch: int) -> tuple[int, ...]:
-    """Numbers of samples that tilings are compared by for a class of batches: of few, all that have a plan for so few;
-    of more, TIMES_FEWER as well, with which few blocks may leave most of a last round idle."""
-    return few_samples(batch) if batch <= FEW else (batch, -(-batch // TIMES_FEWER))
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:

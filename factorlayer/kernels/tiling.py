@@ -11,7 +11,7 @@ from typing import Any
 
 from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import FEW
+from factorlayer.kernels.batches import FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     LINE,

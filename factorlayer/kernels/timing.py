@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import FEW, OF_FEW
+from factorlayer.kernels.batches import FEW, OF_FEW
 from factorlayer.kernels.stages import TileUs
 
 Timed = TypeVar("Timed", bound=tuple[Any, ...])

@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import whole
 from factorlayer.plan.cuts import cuts
-from factorlayer.plan.plan import BATCHES, PASS_US, PASS_WEIGHT, Plan, PlanError
+from factorlayer.plan.plan import PASS_US, PASS_WEIGHT, Plan, PlanError
 from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers

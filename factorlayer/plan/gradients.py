@@ -9,16 +9,17 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES, LEAST_OF_SOME
 from factorlayer.kernels.gradient import REDUCTION_US
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.streamed import LEAST_OF_SOME, products
+from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan import whole
 from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense, forward
-from factorlayer.plan.plan import BATCHES, PlanError
+from factorlayer.plan.plan import PlanError
 from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_ONE_FACTOR
@@ -38,7 +39,7 @@ from factorlayer.plan.visits import apart_us, are_worth_it, visits
 # the ratio of their times counts: what few samples lose by it are microseconds. Of 225 drawn Monarch layers the way
 # taken is predicted to take 1.02 and 1.002 of the faster one's time with up to 2048 samples and with more, where all
 # count alike 1.01 and 1.03, twice as long at worst
-COUNTS = {LEAST_OF_SOME: 0.5, BATCHES[1]: 1, BATCHES[2]: 2}
+COUNTS = {LEAST_OF_SOME: 0.5, BATCHES[1]: 1, BATCHES[-1]: 2}
 
 
 def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

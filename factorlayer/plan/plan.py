@@ -10,15 +10,25 @@ import re
 from dataclasses import dataclass
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import CHUNK_BYTES, OF_SEQUENCES, Pass
+from factorlayer.kernels.batches import OF_SEQUENCES
+from factorlayer.kernels.passes import CHUNK_BYTES, Pass
 from factorlayer.maths.chain import Chain
 
-BATCHES = (16, 1024, 16384)  # what a class of batch sizes is planned for: up to 64, up to 2048, larger
 # Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
 # number may round up to. Between two of them, and beyond the last ones, times lie on a line.
-ASKED = (1, 3, 6, 12, 24, 48), (96, 192, 384, 768, 1536), tuple(3 << bits for bits in range(10, 19))
+ASKED = (
+    (1, 3, 6, 12, 24, 48),
+    (96, 192, 384, 768, 1536),
+    (3 << 10, 6 << 10),
+    tuple(12 << bits for bits in range(10, 17)),
+)
 # Groups of a recurrence's sequences take turns: powers of two themselves, of as many numbers. Times of few are steps.
-ASKED_OF_GROUPS = (1, *OF_SEQUENCES[0]), OF_SEQUENCES[1], tuple(4 << bits for bits in range(10, 19))
+ASKED_OF_GROUPS = (
+    (1, *OF_SEQUENCES[0]),
+    OF_SEQUENCES[1],
+    (4 << 10, 8 << 10),
+    tuple(16 << bits for bits in range(10, 17)),
+)
 CHUNK = 8  # samples that batches are cut into multiples of
 PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another kernel's launch, have to be worth it
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, Plan, PlanError, asked_of
+from factorlayer.plan.plan import Plan, PlanError, asked_of
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
 from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
-    "BATCHES",
     "cut",
     "cut_of_few",
     "cut_of_some",
@@ -37,6 +37,7 @@ __all__ = [
     "runs_of",
     "times_of_few",
     "times_of_many",
+    "times_of_more",
     "times_of_some",
 ]
 
@@ -84,8 +85,12 @@ def times_of_some(chain: str, dtype: str, arch: int, sms: int, shared: int, memo
     return times(chain, dtype, Gpu(arch, sms, shared, memory), 1)
 
 
-def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+def times_of_more(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     return times(chain, dtype, Gpu(arch, sms, shared, memory), 2)
+
+
+def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
+    return times(chain, dtype, Gpu(arch, sms, shared, memory), 3)
 
 
 def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
@@ -135,6 +140,10 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
 
 def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     """The runs of layers for many samples, as text; of a stack with BACKWARD behind it, those to be trained by."""
+    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 3)
+
+
+def cut_of_more(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
     return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 2)
 
 

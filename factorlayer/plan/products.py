@@ -11,10 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import Pass, few_samples
-from factorlayer.kernels.product.streamed import LEAST_OF_SOME, Product, batches_of, products, unturned
+from factorlayer.kernels.batches import (
+    BATCHES,
+    FEW,
+    LEAST_OF_SOME,
+    MOST_MORE,
+    are_more,
+    few_samples,
+    more_samples,
+)
+from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import ASKED, BATCHES, PlanError
+from factorlayer.plan.plan import ASKED, PlanError
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import fastest
 from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN, STREAMED
@@ -42,16 +51,23 @@ def class_us(passes: Sequence[Pass], batch: int, untied: bool = False) -> float:
 
 def samples_of(batch: int, untied: bool = False) -> tuple[int, ...]:
     """Numbers of samples that passes of the class of batches are compared by."""
-    if BATCHES[0] < batch < BATCHES[-1]:
-        return (LEAST_OF_SOME, batch) if untied else (batch,)
-    return OF_FEW if batch <= BATCHES[0] else (batch, MANY_MORE * batch)
+    if batch <= FEW:
+        return OF_FEW
+    if are_more(batch):
+        return more_samples(batch)
+    if batch > MOST_MORE:
+        return batch, MANY_MORE * batch
+    return (LEAST_OF_SOME, batch) if untied else (batch,)
 
 
 def evenly_us(passes: Sequence[Pass], batch: int) -> float:
     """What class_us says of passes, for a comparison with passes that take longer without samples: the fewest samples
     of the class count as well."""
-    samples = [asked[0] for asked, most in zip(ASKED, BATCHES, strict=True) if most == batch] + [batch]
-    samples += [MANY_MORE * batch] if batch == BATCHES[-1] else []
+    samples = (*(asked[0] for asked, most in zip(ASKED, BATCHES, strict=True) if most == batch), batch)
+    if are_more(batch):
+        samples = more_samples(batch)
+    elif batch == BATCHES[-1]:
+        samples = *samples, MANY_MORE * batch
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import resident_stack, tiling
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.kronecker import eights, pair, small_float, triple
 from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
@@ -28,7 +29,7 @@ from factorlayer.kernels.stages import Sandwich, TileUs
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, Plan
+from factorlayer.plan.plan import Plan
 from factorlayer.plan.planner import parsed
 from factorlayer.plan.products import one_by_one
 from factorlayer.plan.registry import family_of

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.layers import plan
-from factorlayer.plan.plan import BATCHES, Plan, PlanError
+from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.stack import OF_ANY_STACK_BACK, OF_STACK, OF_STACK_BACK
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.gradient import REDUCTION_US, finished
 from factorlayer.kernels.passes import STATES, Pass
@@ -23,7 +24,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.cuts import MOST_MODES, around, as_one, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
-from factorlayer.plan.plan import BATCHES, PASS_WEIGHT
+from factorlayer.plan.plan import PASS_WEIGHT
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
 from factorlayer.plan.registry.product import OF_TURN, OF_WEIGHT

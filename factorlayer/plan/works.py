@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED
 from factorlayer.kernels.work import Work
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.plan import BATCHES
 from factorlayer.plan.products import class_us, product_pass, samples_of
 from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.kronecker import OF_WORK

@@ -27,7 +27,7 @@ from factorlayer.device.table import cache_folder
 
 MARGIN = 1.03  # batched has to be faster by this factor: less is noise, and fused needs less memory
 FOLDER = "choices"  # in the cache's
-SAMPLES = ("up to 64 samples", "up to 2048 samples", "more than 2048 samples")  # of a class of batch
+SAMPLES = "up to 64 samples", "up to 2048 samples", "up to 8192 samples", "more than 8192 samples"  # of a class
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,14 @@ from factorlayer.autograd.recurrent_ops import fused  # noqa: E402
 from factorlayer.autograd.runtime import class_of_batch  # noqa: E402
 from factorlayer.device.gpu import Gpu  # noqa: E402
 from factorlayer.functional import run  # noqa: E402
+from factorlayer.kernels.batches import BATCHES  # noqa: E402
 from factorlayer.maths.chain import Chain  # noqa: E402
 from factorlayer.maths.decoder import Decoder  # noqa: E402
 from factorlayer.maths.noise import draw  # noqa: E402
 from factorlayer.maths.recurrence import GATES, Recurrence  # noqa: E402
 from factorlayer.maths.spec import LayerSpec  # noqa: E402
 from factorlayer.maths.steps import Walk, naive  # noqa: E402
-from factorlayer.plan.planner import BATCHES, plan  # noqa: E402
+from factorlayer.plan.planner import plan  # noqa: E402
 
 BARRIERS = ["--num-cuda-barriers", "8192"]  # mbarriers: the compiler counts a ring's once, however many slots it has
 TOOLS = {

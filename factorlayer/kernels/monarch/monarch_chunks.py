@@ -18,8 +18,9 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.batches import samples_of_class
 from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled, samples_of_class
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.timing import waits_of

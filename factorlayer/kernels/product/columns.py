@@ -13,8 +13,9 @@ from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.batches import MOST_SOME, samples_of_class
 from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, InTiles, Reduction, most_samples
-from factorlayer.kernels.passes import MOST_SOME, Pass, samples_of_class
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain

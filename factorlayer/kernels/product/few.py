@@ -12,7 +12,8 @@ from typing import Any
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass, few_samples
+from factorlayer.kernels.batches import few_samples
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.product.streamed import Product, batches_of
 from factorlayer.kernels.work import round_up
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import LEAST_OF_SOME, few_samples
 from factorlayer.kernels.monarch_layer import OfMonarch
-from factorlayer.kernels.passes import MOST_BLOCKS, few_samples
+from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.kernels.product.few import (
     BEGIN_US,
     HELD_US,
@@ -29,7 +30,6 @@ from factorlayer.kernels.product.few import (
     states_ahead,
     waits_us,
 )
-from factorlayer.kernels.product.streamed import LEAST_OF_SOME
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 

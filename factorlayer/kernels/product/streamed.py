@@ -16,6 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.batches import LEAST_OF_SOME, MOST_MORE, MOST_SOME, are_more, more_samples
 from factorlayer.kernels.passes import MOST_BLOCKS, Pass
 from factorlayer.kernels.work import OF_TENSOR, Inputs, inputs_of, round_up, told_inputs
 from factorlayer.maths.chain import Chain
@@ -428,19 +429,19 @@ class Streamed(Pass):
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
-LEAST_OF_SOME, MOST_OF_SOME = 128, 1024  # samples of the middle class: with few of them most of a GPU may be idle
 FEWER_OF_MANY = 4  # times fewer samples of the largest class have the same tiling
 
 
 def batches_of(product: Product, batch: int) -> tuple[int, ...]:
-    """Numbers of samples that a tiling is compared for, the one that is asked for last."""
-    some = LEAST_OF_SOME < batch <= MOST_OF_SOME and not product.contraction.tied
+    """Numbers of samples that a tiling is compared for."""
+    if are_more(batch):
+        return more_samples(batch)
+    some = LEAST_OF_SOME < batch <= MOST_SOME and not product.contraction.tied
     return (LEAST_OF_SOME, batch) if some else (batch,)
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
-    """The fastest tiling by prediction, in the middle class of batches for its fewest samples, too, in the largest one
-    for fewer."""
+    """The fastest tiling by prediction, of some samples for their fewest, too, of many for fewer."""
     unnumbered = replace(product, contraction=replace(product.contraction, weight=0), scalars=0)
     return replace(_tile(unnumbered, batch, gpu), product=product)
 
@@ -448,10 +449,10 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 @functools.lru_cache(512)
 def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The same of a product of these sizes, whatever its weight's number is."""
-    batches = (batch // FEWER_OF_MANY, batch) if batch > MOST_OF_SOME else batches_of(product, batch)
-    tilings = (plan for batch in batches for plan in _tilings(product, batch, gpu))
-    plan = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches))
-    return replace(plan, us=plan.us_of(batches[-1]))
+    batches = (batch // FEWER_OF_MANY, batch) if batch > MOST_MORE else batches_of(product, batch)
+    tilings = (plan for each in batches for plan in _tilings(product, each, gpu))
+    plan = min(tilings, key=lambda plan: math.prod(map(plan.us_of, batches)))
+    return replace(plan, us=plan.us_of(batch))
 
 
 def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:

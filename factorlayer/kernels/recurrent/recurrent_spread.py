@@ -11,7 +11,8 @@ from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import OF_SEQUENCES, Pass
+from factorlayer.kernels.batches import OF_SEQUENCES
+from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
     OF_INSTRUCTION,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import MOST_FEW
 from factorlayer.kernels.passes import Pass, in_words
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.work import Mode, Work
@@ -19,7 +20,6 @@ from factorlayer.maths.recurrence import Recurrence
 from factorlayer.maths.spec import Contraction
 
 ANY = 1 << 60  # where a number has no bound
-MOST_FEW = 64  # samples of the first class of batch sizes, as csrc/runtime has them
 FEW, MANY = (1, MOST_FEW), (MOST_FEW + 1, ANY)
 HALVES = ("bfloat16", "float16")
 FLOATS = ("float32", "tf32", *HALVES)

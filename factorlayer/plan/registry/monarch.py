@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from factorlayer.kernels.batches import MOST_SOME
 from factorlayer.kernels.monarch import (
     monarch_chunks,
     monarch_pairs,
@@ -9,7 +10,6 @@ from factorlayer.kernels.monarch import (
     slab_backward,
     untied_backward,
 )
-from factorlayer.kernels.passes import MOST_SOME
 from factorlayer.kernels.product import few_backward
 from factorlayer.plan.registry.family import MANY, ON_TABLES, Family, Margin, Takes
 
