@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
-from factorlayer.device.gpu import Gpu
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.batches import BATCHES
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
@@ -44,6 +44,9 @@ __all__ = [
 BACKWARD = "backward"
 WORDS = (BACKWARD, "states", "frozen")  # behind the layers of a stack
 LEAST_ROWS = 16  # samples of a tile
+# Of a layer with a bias, beside L2's time for as many bytes as y has: with both, 88 % of 355 layers of seeds 291821 to
+# 291823 are predicted within 30 % on an H200, 84 % without
+BIAS_US = 0.3
 ALONE = 1.1  # times what a layer is predicted to take beside those that one pass takes together
 
 
@@ -105,20 +108,28 @@ def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
 
 
 def us_for(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> Callable[[int], float]:
-    """A function that predicts the microseconds of that class's plan for a number of samples. It adds functions in
-    double, which passes do not count."""
+    """A function that predicts the microseconds of that class's plan for any number of samples. It adds a bias, and
+    functions in double: passes do not count them."""
     passes = plan_of(chain, dtype, batch_class, gpu).passes
+    layers, _, word = ((), "", "") if is_recurrent(chain) else _read(chain, dtype)
+    bias = _bias_us(layers[0], dtype, gpu) if len(layers) == 1 and not word else (0.0, 0.0)
 
     def of_passes(samples: int) -> float:
-        return sum(p.us_of(samples) for p in passes)
+        return sum(p.us_of(samples) for p in passes) + bias[0] + bias[1] * samples
 
-    if is_recurrent(chain) or dtype != "float64":  # of a recurrence's STEPS, what their functions take is part of it
+    if not layers or dtype != "float64":  # of a recurrence's STEPS, what their functions take is part of it
         return of_passes
-    layers, _, word = _read(chain, dtype)
     functions, rate = _functions(layers, word == BACKWARD), gpu.rates.double_functions * gpu.sms
     # Beside memory alone, functions wait for it.
     beside = sum if any(layer.contractions for layer in layers) else max
     return lambda samples: beside((of_passes(samples), functions * _rows(layers, samples, gpu) / rate))
+
+
+def _bias_us(layer: Chain, dtype: str, gpu: Gpu) -> tuple[float, float]:
+    """Microseconds of a bias that is added to what contractions make: a wait for it, and L2's for each sample."""
+    if not (layer.bias and layer.contractions) or layer.backward or layer.gradient:
+        return 0.0, 0.0
+    return BIAS_US, layer.out_features * ELEMENT_BYTES[dtype] / (gpu.l2_bytes * gpu.sms)
 
 
 def _rows(layers: Sequence[Chain], samples: int, gpu: Gpu) -> int:
