@@ -48,6 +48,7 @@ from factorlayer.plan.planner import (
     times_of_many,
     times_of_more,
     times_of_some,
+    us_for,
 )
 from factorlayer.plan.registry import families
 from factorlayer.tuning import predicted
@@ -308,15 +309,15 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
 @pytest.mark.long
 def test_kernels_times_are_predicted() -> None:
     """Of drawn layers, forward, on an H200, which ran these plans."""
-    seed, found = 291822, []
+    seed, found = 291832, []
     rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         if isinstance(workload, Block) or workload.name not in rows or len(workload.spec.in_factors) > 3:
             continue  # planning more factors takes seconds
         chain, batch = chains(workload)[0], workload.batch
         text, asked = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
-        made = plan_of(text, asked, class_of_batch(batch), Gpu(*LIMITS, MEMORY[605551]))
-        found.append(sum(p.us_of(batch) for p in made.passes) / rows[workload.name]["times"]["v3"]["forward"]["us"])
+        us = us_for(text, asked, Gpu(*LIMITS, MEMORY[605551]), class_of_batch(batch))(batch)
+        found.append(us / rows[workload.name]["times"]["v3"]["forward"]["us"])
     assert len(found) > 100
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= 0.8
     assert 0.9 < math.exp(sum(map(math.log, found)) / len(found)) < 1.1
