@@ -314,7 +314,7 @@ def test_kernels_times_are_predicted() -> None:
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         if isinstance(workload, Block) or workload.name not in rows or len(workload.spec.in_factors) > 3:
             continue  # planning more factors takes seconds
-        chain, batch = chains(workload)[0], workload.batch
+        chain, batch = Chain.of(workload.spec, workload.bias, "identity"), workload.batch
         text, asked = (chain.tf32_text, "float32") if dtype == "tf32" else (chain.text, dtype)
         us = us_for(text, asked, Gpu(*LIMITS, MEMORY[605551]), class_of_batch(batch))(batch)
         found.append(us / rows[workload.name]["times"]["v3"]["forward"]["us"])
