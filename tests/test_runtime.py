@@ -31,6 +31,7 @@ from factorlayer import CompileError, FactorLinear
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
+from factorlayer.kernels.batches import class_of
 from factorlayer.kernels.recurrent.recurrent import APART
 from factorlayer.kernels.recurrent.recurrent_spread import TOGETHER
 from factorlayer.maths.chain import Chain
@@ -186,8 +187,9 @@ def test_wrong_plans(text: str, message: str) -> None:
 
 
 def test_batch_classes() -> None:
-    found = [torch.ops.factorlayer.batch_class(batch) for batch in (0, 1, 64, 65, 2048, 2049, 8192, 8193, 2**40)]
-    assert found == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    batches = (0, 1, 64, 65, 2048, 2049, 8192, 8193, 2**40)
+    found = [torch.ops.factorlayer.batch_class(batch) for batch in batches]
+    assert found == [0, 0, 0, 1, 1, 2, 2, 3, 3] == list(map(class_of, batches))
 
 
 # Launches

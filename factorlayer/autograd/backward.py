@@ -22,7 +22,7 @@ from torch import Tensor
 
 from factorlayer.activations.named import activate
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import BATCHES, MOST_SOME, are_more
+from factorlayer.kernels.batches import BATCHES, MOST_SOME, class_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.plan import ASKED
@@ -508,7 +508,7 @@ def counts_as(batch: int) -> int:
     power of two that `batch` rounds up to; in the others, the number that the class is planned for."""
     if LEAST_MIXED <= batch <= MOST_SOME:
         return next(each for each in ASKED[1] if 3 * batch <= 4 * each)
-    return BATCHES[0 if batch < LEAST_MIXED else 2 if are_more(batch) else -1]
+    return BATCHES[class_of(batch)]
 
 
 def _are_few(ops: Ops, text: str, wanted: int, batch: int) -> bool:

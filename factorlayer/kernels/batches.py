@@ -3,6 +3,8 @@ compared by."""
 
 from __future__ import annotations
 
+import bisect
+
 MOST_FEW, MOST_SOME, MOST_MORE = 64, 2048, 8192  # samples of a class, as csrc/runtime has them; the last has no end
 BATCHES = (16, 1024, 4096, 16384)  # what a class is planned for: few, some, more and many samples
 FEW = BATCHES[0]
@@ -12,6 +14,11 @@ TIMES_FEWER = 4  # samples than a class is planned for, with which few blocks ma
 LEAST_OF_SOME = 128  # with few of some, most of a GPU may be idle
 # Sequences of a recurrence, whose groups take turns: of plans of up to 64, and of up to 2048
 OF_SEQUENCES = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
+
+
+def class_of(batch: int) -> int:
+    """The class that a number of samples belongs to, as csrc/runtime says it: its plan was made for BATCHES[class]."""
+    return bisect.bisect_left((MOST_FEW, MOST_SOME, MOST_MORE), batch)
 
 
 def are_more(batch: int) -> bool:

@@ -21,8 +21,9 @@ from typing import Any
 
 from factorlayer.autograd.layer_ops import DTYPES, missing_extension
 from factorlayer.autograd.runtime import dtype_name
+from factorlayer.kernels.batches import class_of
 from factorlayer.maths.chain import MOST_TEXT, parse_layers
-from factorlayer.tuning.choices import SAMPLES, TABLE, Choice, Place, folder, load, put, warn_once
+from factorlayer.tuning.choices import TABLE, Choice, Place, folder, load, put, warn_once
 
 HEAD, VERSION = "factorlayer choices", 1
 LARGEST_FILE = 1 << 26  # bytes that are read
@@ -155,10 +156,10 @@ def _choice_of(told: Any) -> Choice:
     parse_layers(text)
     if dtype not in map(dtype_name, DTYPES):
         raise ValueError(f"a choice's dtype should be one of {', '.join(map(dtype_name, DTYPES))}")
-    if type(batch_class) is not int or not 0 <= batch_class < len(SAMPLES):
-        raise ValueError("a class of batch should be 0, 1 or 2")
     if type(samples) is not int or not 0 < samples <= MOST_SAMPLES or not isinstance(given["training"], bool):
         raise ValueError("samples should be a positive number, and training true or false")
+    if type(batch_class) is not int or batch_class != class_of(samples):
+        raise ValueError("a class of batch should be that of the samples")
     for name in ("fused_us", "batched_us"):
         if type(given[name]) not in (int, float) or not 0 < given[name] < math.inf:
             raise ValueError(f"{name} should be a positive number of microseconds")
