@@ -118,9 +118,9 @@ std::string plan_text(const std::string& chain, const std::string& dtype, int ba
 }
 
 std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype,
-                        const Limits& gpu) {
-  return call("factorlayer.plan.planner", question.c_str(), "ssiiii", chain.c_str(), dtype.c_str(), gpu.capability,
-              gpu.processors, gpu.shared_bytes, gpu.memory_rate);
+                        int batch_class, const Limits& gpu) {
+  return call("factorlayer.plan.planner", question.c_str(), "ssiiiii", chain.c_str(), dtype.c_str(), gpu.capability,
+              gpu.processors, gpu.shared_bytes, gpu.memory_rate, batch_class);
 }
 
 std::vector<std::string> nvrtc_paths() {

@@ -30,7 +30,7 @@ std::string plan_text(const std::string& chain, const std::string& dtype, int ba
 
 // What another function of factorlayer.plan.planner says of a chain on a GPU.
 std::string ask_planner(const std::string& question, const std::string& chain, const std::string& dtype,
-                        const Limits& gpu);
+                        int batch_class, const Limits& gpu);
 
 // factorlayer.autograd.runtime.nvrtc_paths: where NVRTC may be among the Python packages.
 std::vector<std::string> nvrtc_paths();

@@ -23,18 +23,14 @@ from oracle import kronecker, monarch
 
 from factorlayer.autograd.backward import columns_texts, slope_texts, sums_text, texts, through_alone, through_text
 from factorlayer.device.gpu import DTYPES, Gpu
+from factorlayer.kernels.batches import BATCHES, SOME
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.planner import (
-    BATCHES,
     WORDS,
     cut,
-    cut_of_few,
-    cut_of_more,
-    cut_of_some,
     has_plan,
-    has_plan_of_few,
     plan_of,
 )
 
@@ -93,10 +89,10 @@ def layers() -> Iterator[Case]:
         limits = of_torch, gpu.arch, gpu.sms, gpu.shared
         chain = replace(Chain.of(spec, i % 2 == 0, ("gelu", "tanh", "identity")[i % 3]), tf32=dtype == "tf32")
         for batch_class, batch in enumerate(BATCHES):
-            asks = has_plan if batch_class else has_plan_of_few
+            asked = min(batch_class, SOME)
 
-            def fits(part: Chain, asks=asks, limits=limits) -> bool:  # type: ignore[no-untyped-def]
-                return asks(part.text, *limits)
+            def fits(part: Chain, asked=asked, limits=limits) -> bool:  # type: ignore[no-untyped-def]
+                return has_plan(part.text, *limits, batch_class=asked)
 
             asked = [chain.text, replace(chain, backward=True, bias=False, activation="identity").text]
             asked += [text for text, _ in texts(replace(chain, activation="identity").text, fits, batch)]
@@ -145,8 +141,8 @@ def golden() -> tuple[dict[str, str], Counter[str]]:
         if " | " in text and text.split(" | ")[-1] not in WORDS and batch_class == 0:
             gpu = Gpu.of(architecture)
             ways = [
-                asked(text + behind, dtype, gpu.arch, gpu.sms, gpu.shared)
-                for asked in (cut_of_few, cut_of_some, cut_of_more, cut)
+                cut(text + behind, dtype, gpu.arch, gpu.sms, gpu.shared, batch_class=each)
+                for each in range(len(BATCHES))
                 for behind in ("", " | backward")
             ]
             found[f"{name} cut"] = str(ways)

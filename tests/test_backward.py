@@ -36,7 +36,7 @@ from factorlayer.autograd.backward import (
     visits,
 )
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES, MOST_SOME
+from factorlayer.kernels.batches import BATCHES, MOST_SOME, SOME
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -51,7 +51,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import has_plan, has_plan_of_few, plan, plan_of
+from factorlayer.plan.planner import has_plan, plan, plan_of
 from factorlayer.plan.products import class_us
 
 
@@ -560,10 +560,10 @@ def test_what_training_asks_for_has_a_plan(spec: LayerSpec, dtype: str) -> None:
     for batch in (
         batches if len(spec.in_factors) < 4 else (batches[LARGE_TO_TRAIN.index((spec, dtype)) % len(batches)],)
     ):
-        asks = has_plan_of_few if batch < LEAST_MIXED else has_plan
+        asked_of = 0 if batch < LEAST_MIXED else SOME
 
-        def fits(part: Chain, asks: Callable[..., bool] = asks) -> bool:
-            return asks(part.text, of_dtype, gpu.arch, gpu.sms, gpu.shared)
+        def fits(part: Chain, batch_class: int = asked_of) -> bool:
+            return has_plan(part.text, of_dtype, gpu.arch, gpu.sms, gpu.shared, batch_class=batch_class)
 
         for asked, samples in [(text, batch), *texts(text, fits, batch)]:
             assert plan_of(asked, of_dtype, runtime.class_of_batch(samples), gpu).passes
@@ -912,7 +912,7 @@ def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
     """All gradients of two factors of 128 at once: of many samples not in float."""
     chain = replace(all_gradients_of(kronecker((128, 128), (128, 128))), tf32=dtype == "tf32")
     asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
-    assert has_plan_of_few(*asked) and has_plan(*asked) == (dtype != "float32")
+    assert has_plan(*asked, batch_class=0) and has_plan(*asked) == (dtype != "float32")
     few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
     by_strips = ["PairFewBackward", "Reduction"] if dtype not in ("bfloat16", "float16") else ["PairClusterBackward"]
     assert [type(p).__name__ for p in few] == by_strips

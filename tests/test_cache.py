@@ -277,7 +277,7 @@ def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
 
 
 def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = ("float32", 90, 132, 232448)
+    limits = (90, 132, 232448)
     stack = "tied 0 1 8 8 1; bias; relu | tied 0 1 8 4 1; bias"
     questions = [
         ("has_plan", CHAIN),
@@ -287,9 +287,14 @@ def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
     ]
 
     def answers() -> list[str]:
-        return [torch.ops.factorlayer.ask_planner(question, text, *limits) for question, text in questions]
+        return [
+            torch.ops.factorlayer.ask_planner(question, text, "float32", 1, *limits) for question, text in questions
+        ]
 
-    right = [str(getattr(factorlayer.plan.planner, question)(text, *limits)) for question, text in questions]
+    right = [
+        str(getattr(factorlayer.plan.planner, question)(text, "float32", *limits, batch_class=1))
+        for question, text in questions
+    ]
     assert answers() == right and right[:2] == ["True", "False"]
 
     def refuse(*_: object) -> bool:
@@ -300,7 +305,7 @@ def test_the_planner_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert answers() == right
     assert all(entry.whole for entry in runtime.cache_entries()) and len(runtime.cache_entries()) == len(questions)
     with pytest.raises(RuntimeError, match="asked again"):
-        torch.ops.factorlayer.ask_planner("has_plan", CHAIN, "float64", *limits[1:])
+        torch.ops.factorlayer.ask_planner("has_plan", CHAIN, "float64", 1, *limits)
 
 
 def test_everything_that_matters_is_in_the_key_of_a_plan(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

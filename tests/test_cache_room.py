@@ -109,7 +109,7 @@ def test_a_process_keeps_to_the_limit_at_every_moment(cache: Path) -> None:
 def test_plans_and_answers_count_as_well(cache: Path) -> None:
     runtime.set_cache_limit(20 * 4096)
     for size in range(2, 60):
-        torch.ops.factorlayer.ask_planner("has_plan", CHAIN.replace("4", str(size)), "float32", 90, 132, 232448)
+        torch.ops.factorlayer.ask_planner("has_plan", CHAIN.replace("4", str(size)), "float32", 1, 90, 132, 232448)
     assert 0 < size_on_disk(cache) <= 20 * 4096
 
 
@@ -262,7 +262,7 @@ def run(arguments: str) -> tuple[int, str]:
     ("size", "limit"), [("5000000", 5000000), ("64k", 65536), ("500M", 500 * MIB), ("2G", 2 << 30), ("1T", 1 << 40)]
 )
 def test_the_limit_stays_with_the_folder(cache: Path, size: str, limit: int) -> None:
-    torch.ops.factorlayer.ask_planner("has_plan", CHAIN, "float32", 90, 132, 232448)
+    torch.ops.factorlayer.ask_planner("has_plan", CHAIN, "float32", 1, 90, 132, 232448)
     assert run("cache limit")[1].endswith(f"; 4096 of at most {1 << 30} bytes are taken\n")
     code, text = run(f"cache limit {size}")
     assert code == 0 and text == f"1 kernels and plans in {cache}; 4096 of at most {limit} bytes are taken\n"

@@ -270,7 +270,7 @@ def test_few_samples_are_asked_of_by_themselves() -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker((30, 230, 90), (30, 230, 90)), rank=3))
     worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in BATCHES]
     assert worth == [True, False, False, False]
-    assert planner.has_plan_of_few(chain.text, "float16", 90, 132, 232448)
+    assert planner.has_plan(chain.text, "float16", 90, 132, 232448, batch_class=0)
     assert not planner.has_plan(chain.text, "float16", 90, 132, 232448)
 
 

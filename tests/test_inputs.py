@@ -359,8 +359,9 @@ def test_why_they_are_concatenated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     """As of an H100, whose planner is asked here."""
     gpu = Gpu.of(90)
 
-    def ask(question: str, text: str, dtype: torch.dtype, device: int) -> str:
-        return str(getattr(planner, question)(text, dtype_name(dtype), gpu.arch, gpu.sms, gpu.shared))
+    def ask(question: str, text: str, dtype: torch.dtype, batch_class: int, device: int) -> str:
+        limits = gpu.arch, gpu.sms, gpu.shared
+        return str(getattr(planner, question)(text, dtype_name(dtype), *limits, batch_class=batch_class))
 
     monkeypatch.setattr(layer_ops, "ask_planner", ask)
     monkeypatch.setattr(input_ops, "gpu_limits", lambda _: (gpu.arch, gpu.sms, gpu.shared))

@@ -62,7 +62,7 @@ from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import has_plan, has_plan_of_few, plan, plan_text, runs_of
+from factorlayer.plan.planner import has_plan, plan, plan_text, runs_of
 
 MANY = len(BATCHES) - 1  # the class of batches
 GENERATIONS = (80, 86, 89, 90, 100, 120)
@@ -523,7 +523,7 @@ def test_both_gradients_of_untied_weights_at_one_visit(text: str, takes: bool) -
     for dtype, arch in itertools.product(DTYPES, (80, 90)):
         fits = takes and arch == 90 and dtype in ("bfloat16", "float16")
         assert has_plan(text, dtype, arch, 132, 232448) == fits
-        assert not has_plan_of_few(text, dtype, arch, 132, 232448)
+        assert not has_plan(text, dtype, arch, 132, 232448, batch_class=0)
         for batch in BATCHES[1:] if fits else ():
             found = plan(Chain.parse(text), dtype, batch, Gpu.of(arch))
             visit, _ = found.passes
@@ -1144,7 +1144,7 @@ def test_few_samples_of_untied_contractions_have_passes_of_their_own(dtype: str)
         chain = replace(Chain.of(spec, False, "identity"), backward=True)
         text = chain.tf32_text if dtype == "tf32" else chain.text
         memory = dtype.replace("tf32", "float32")
-        assert has_plan_of_few(text, memory, *limits)
+        assert has_plan(text, memory, *limits, batch_class=0)
         if has_plan(text, memory, *limits):
             found_of_many = plan(chain, dtype, BATCHES[-1], Gpu.of(90)).passes
             assert any(isinstance(p, (WholeWeight, MonarchPairs)) for p in found_of_many)

@@ -44,10 +44,7 @@ from factorlayer.plan.planner import (
     _functions,
     _rows,
     plan_of,
-    times_of_few,
-    times_of_many,
-    times_of_more,
-    times_of_some,
+    times,
     us_for,
 )
 from factorlayer.plan.registry import families
@@ -105,9 +102,9 @@ def test_memory_is_that_of_a_typical_gpu_where_nobody_knows() -> None:
 
 def test_products_are_those_of_the_definition() -> None:
     chain = Chain.parse(TEXT)
-    for training, times in ((False, 1), (True, 3)):
+    for training, products_of in ((False, 1), (True, 3)):
         products = [call for call in calls(chain, 100, training) if isinstance(call, Product)]
-        assert sum(2 * p.count * p.m * p.n * p.k for p in products) == times * chain.forward_flops(100)
+        assert sum(2 * p.count * p.m * p.n * p.k for p in products) == products_of * chain.forward_flops(100)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +152,17 @@ def same(us: float, batch_class: int = 1) -> str:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the planner says, by its questions."""
-    told = {question: same(3.0, i) for i, question in enumerate(layer_ops.QUESTIONS)}
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """The times that the planner says, by classes of batches."""
+    told = {batch_class: same(3.0, batch_class) for batch_class in range(len(BATCHES))}
     monkeypatch.setattr(predicted, "gpu_limits", lambda _: LIMITS)
-    monkeypatch.setattr(layer_ops, "ask_planner", lambda question, *_: told[question])
+    monkeypatch.setattr(layer_ops, "ask_planner", lambda question, text, dtype, batch_class, device: told[batch_class])
     predicted._predicted.cache_clear()
     yield told
     predicted._predicted.cache_clear()
 
 
-def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) -> None:
+def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[int, str]) -> None:
     asked = TEXT, torch.float32, 0, 100, False
     batched_us = predicted.predicted(*asked).batched_us
     assert predicted.why_batched(*asked) is None
@@ -175,16 +172,16 @@ def test_batched_is_taken_where_it_is_predicted_faster(answers: dict[str, str]) 
         (1.2, "batched"),
         (math.inf, "fused"),
     ):  # of what cannot be had, fused says why
-        answers["times_of_some"] = same(batched_us * factor)
+        answers[1] = same(batched_us * factor)
         predicted._predicted.cache_clear()
         assert predicted.predicted(*asked).implementation == chosen
-    answers["times_of_some"] = same(batched_us * 2)
+    answers[1] = same(batched_us * 2)
     predicted._predicted.cache_clear()
     assert str(predicted.why_batched(*asked)).startswith("it is predicted: batched ")
     assert str(predicted.why_batched(*asked)).endswith(" us, for inference with 65 to 128 samples, no multiples of 8")
 
 
-def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[str, str]) -> None:
+def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[int, str]) -> None:
     by_batch = [predicted.predicted(TEXT, torch.float32, 0, batch, False) for batch in range(1, 5000)]
     for batch, found in enumerate(by_batch, 1):
         most = 1 << found.samples.bits
@@ -195,18 +192,18 @@ def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[str, str]
     assert {6, 11} <= {found.samples.bits for found in by_batch}  # no class of batch is left inside
 
 
-def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[str, str]) -> None:
+def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[int, str]) -> None:
     """Of a Monarch layer whose state has rows that 16 bytes do not divide either: 571 us of the batched implementation
     were measured on an H100 with 13,053 samples, and 446 of ours."""
     text = Chain.of(LayerSpec("monarch", (17, 192), (192, 17), 11), False, "identity").text
-    answers["times_of_many"] = same(446.0, 3)
+    answers[3] = same(446.0, 3)
     asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
     assert [found.implementation for found in asked] == ["fused", "batched"]
     assert asked[0].batched_us > 571 / 1.3 > 1.1 * asked[1].batched_us
 
 
-def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: dict[str, str]) -> None:
-    answers["times_of_some"] = same(1e9)
+def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: dict[int, str]) -> None:
+    answers[1] = same(1e9)
     for spec, multiplied in (
         (LayerSpec("monarch", (54, 8), (8, 54), 7), True),  # more multiply-adds than the matrix has entries
         (LayerSpec("kronecker", (6, 19, 4), (6, 19, 4), 2), True),
@@ -218,21 +215,21 @@ def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: di
         assert ("with its matrix multiplied out" in str(predicted.why_batched(*asked, False))) == multiplied
 
 
-def test_between_numbers_that_the_planner_is_asked_for_times_lie_on_a_line(answers: dict[str, str]) -> None:
+def test_between_numbers_that_the_planner_is_asked_for_times_lie_on_a_line(answers: dict[int, str]) -> None:
     us = [7.0, 7.0, 11.0, 19.0, 35.0]  # of 96, 192, 384, 768 and 1536 samples
-    answers["times_of_some"] = " ".join(map(str, us))
+    answers[1] = " ".join(map(str, us))
     asked = [layer_ops.predicted_us(TEXT, batch, torch.float32, 0) for batch in (65, 96, 288, 384, 1536, 2048)]
     assert asked == pytest.approx([7.0, 7.0, 9.0, 11.0, 35.0, 35.0 + 512 / 48])
-    answers["times_of_some"] = same(math.inf)
+    answers[1] = same(math.inf)
     assert layer_ops.predicted_us(TEXT, 100, torch.float32, 0) == math.inf
-    answers["times_of_some"] = "1.0 2.0"
+    answers[1] = "1.0 2.0"
     with pytest.raises(ValueError, match="zip"):
         layer_ops.predicted_us(TEXT, 100, torch.float32, 0)
 
 
 def test_what_has_no_plan_takes_infinitely_long() -> None:
     impossible = replace(Chain.parse(TEXT), backward=True, x_turned=True).text
-    assert times_of_few(impossible, "float32", *LIMITS) == same(math.inf, 0)
+    assert times(impossible, "float32", *LIMITS, batch_class=0) == same(math.inf, 0)
 
 
 def test_each_family_predicts_its_time_for_any_number_of_samples() -> None:
@@ -270,7 +267,7 @@ def test_a_passs_time_is_that_of_its_choice_for_the_same_batch(text: str, dtype:
 @pytest.mark.parametrize("batch_class", range(len(BATCHES)))
 def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
     found = plan_of(TEXT, "float32", batch_class, Gpu(*LIMITS))
-    told = (times_of_few, times_of_some, times_of_more, times_of_many)[batch_class](TEXT, "float32", *LIMITS).split(" ")
+    told = times(TEXT, "float32", *LIMITS, batch_class=batch_class).split(" ")
     expected = [sum(made.us_of(n) for made in found.passes) for n in ASKED[batch_class]]
     assert list(map(float, told)) == pytest.approx(expected)
 
@@ -278,7 +275,7 @@ def test_what_is_told_are_the_plans_times_in_a_graph(batch_class: int) -> None:
 def test_functions_in_double_take_time() -> None:
     text = "tied 0 1 256 256 1; bias"
     for kinds, dtype, grows in ((("tanh", "relu"), "float64", True), (("tanh", "relu"), "float32", False)):
-        slow, fast = (float(times_of_many(f"{text}; {kind}", dtype, *LIMITS).split(" ")[0]) for kind in kinds)
+        slow, fast = (float(times(f"{text}; {kind}", dtype, *LIMITS).split(" ")[0]) for kind in kinds)
         assert (slow > 1.2 * fast) == grows
     dense, layered = (Chain.parse(each) for each in (text, "tied 1 16 16 16 1; tied 0 1 16 16 16"))
     round_of_tiles = LEAST_ROWS * LIMITS[1]
@@ -393,13 +390,13 @@ STACK = " | ".join(["tied 0 1 64 64 1; bias; relu"] * 3)
 
 
 def test_a_stack_is_apart_where_batched_is_predicted_faster(
-    answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    answers: dict[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
-    def ask(question: str, text: str, *_: object) -> str:
+    def ask(question: str, text: str, dtype: torch.dtype, batch_class: int, device: int) -> str:
         seen.append(text)
-        return answers[question]
+        return answers[batch_class]
 
     monkeypatch.setattr(layer_ops, "ask_planner", ask)
     monkeypatch.setattr(predicted, "launched_texts", lambda *_, **__: [])
@@ -409,7 +406,7 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         for us, chosen in ((0.1, "fused"), (1e4, "batched")):
             predicted._predicted_stack.cache_clear()
             predicted._predicted.cache_clear()
-            answers["times_of_some"] = same(us)
+            answers[1] = same(us)
             seen.clear()
             found = predicted.predicted_stack(STACK, torch.float32, 0, 100, training)
             assert found.implementation == chosen
@@ -480,7 +477,7 @@ def test_reports_and_auto_predict_alike(activation: str, dtype: str) -> None:
     """Functions in double, too, which take the longer the more samples there are."""
     gpu, layer = Gpu.of(90), LayerSpec("kronecker", (16, 16), (16, 16))
     text = Chain.of(layer, True, activation).text
-    asked = list(map(float, times_of_many(text, dtype, 90, 132, 232448).split()))
+    asked = list(map(float, times(text, dtype, 90, 132, 232448).split()))
     assert [plan_us(text, samples, dtype, gpu) for samples in ASKED[-1]] == asked
     plain = plan_us(Chain.of(layer, True, "relu").text, ASKED[-1][-1], dtype, gpu)
     assert (asked[-1] > plain) == (activation == "silu" and dtype == "float64")

@@ -120,8 +120,9 @@ def test_a_users_own_table_comes_first(folder: Path) -> None:
 
 
 def _predicted(gpu: Gpu) -> list[object]:
+    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory
     of_library = [contracted_us(Chain.parse(LARGE), dtype, 4096, gpu, True) for dtype in RATES.flops]
-    return [[times(text, dtype, gpu, batch_class) for text, dtype, batch_class in CASES], of_library]
+    return [[times(text, dtype, *limits, batch_class) for text, dtype, batch_class in CASES], of_library]
 
 
 @pytest.mark.long
@@ -152,7 +153,7 @@ def test_a_plan_by_another_table_is_another_one(folder: Path, monkeypatch: pytes
             keep(folder, A_GPU, rates)
         for each in (table.own, runtime.planner):  # as in another process
             each.cache_clear()
-        torch.ops.factorlayer.ask_planner("predicted", PAIR, "float32", *key_of(A_GPU))
+        torch.ops.factorlayer.ask_planner("predicted", PAIR, "float32", 3, *key_of(A_GPU))
     assert len(asked) == 3
 
 

@@ -36,8 +36,8 @@ def ids(row: Row) -> str:
 def of_an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The planner, asked for an H200 that is not there."""
 
-    def ask(question: str, text: str, dtype: torch.dtype, device: int) -> str:
-        return getattr(planner, question)(text, str(dtype).removeprefix("torch."), *LIMITS)
+    def ask(question: str, text: str, dtype: torch.dtype, batch_class: int, device: int) -> str:
+        return getattr(planner, question)(text, str(dtype).removeprefix("torch."), *LIMITS, batch_class=batch_class)
 
     monkeypatch.setattr(layer_ops, "ask_planner", ask)
     monkeypatch.setattr(recurrent, "gpu_limits", lambda device: LIMITS)

@@ -21,7 +21,7 @@ from factorlayer.kernels.stack.dense_backward import DenseBackward
 from factorlayer.kernels.stack.stack_backward import StackBackward, tile, tilings
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import Plan, PlanError
-from factorlayer.plan.planner import cut, cut_of_few, cut_of_more, cut_of_some, plan_stack, runs_of
+from factorlayer.plan.planner import cut, plan_stack, runs_of
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while
@@ -158,7 +158,7 @@ def test_narrow_layers_of_any_dtype_are_trained_by_one_kernel_each_way() -> None
     for gpu, dtype in itertools.product((HOPPER, AMPERE), ("float64", "float32", "float16")):
         asked = f"{text} | backward", dtype, gpu.arch, gpu.sms, gpu.shared
         assert [runs_of(text, dtype, gpu, i, backward=True) for i in range(4)] == [((0, 3),)] * 4
-        assert [question(*asked) for question in (cut_of_few, cut_of_some, cut_of_more, cut)] == ["((0, 3),)"] * 4
+        assert [cut(*asked, batch_class=i) for i in range(4)] == ["((0, 3),)"] * 4
         for batch in BATCHES:
             (back, _) = plan_stack(dense(20, 30, 30, 10), dtype, batch, gpu, backward=True).passes
             assert isinstance(back, StackBackward | DenseBackward)

@@ -34,7 +34,7 @@ from factorlayer.autograd import runtime
 KEYS = 40
 NOBODY = 65534
 PATIENCE = 600  # seconds that a process may take, where much else is going on
-GPU = ("float32", 90, 132, 232448)
+GPU = ("float32", 1, 90, 132, 232448)
 LAST = 5.0  # days since a foreign file was used
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 SCENES = ["plain", "plain", "limit", "limit", "link", "full", "read-only", "removed"]
@@ -140,7 +140,7 @@ class Vandal:
 
     def forge(self, path: Path) -> None:
         """A whole entry of another version, whose contents are wrong, under this one's name."""
-        chain = f"has_plan of {chain_of(self.rng.randrange(KEYS))} in float32"
+        chain = f"has_plan of {chain_of(self.rng.randrange(KEYS))} in float32, batch class 1"
         identity = f"factorlayer plan 1\npackage 9.9.9\ncompiler \narchitecture \noptions \nname {chain}\nsource 0\n"
         wrong = b"wrong"
         proof = f"contents {len(wrong)} {hashlib.sha256(wrong).hexdigest()}\n\n"

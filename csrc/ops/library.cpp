@@ -37,7 +37,7 @@ STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("batch_class(int batch) -> int");
   m.def("plan(str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, int memory_rate=0) "
         "-> str");
-  m.def("ask_planner(str question, str chain, str dtype, int capability, int processors, int shared_bytes, "
+  m.def("ask_planner(str question, str chain, str dtype, int batch_class, int capability, int processors, int shared_bytes, "
         "int memory_rate=0) -> str");
   m.def("limits(int device) -> (int, int, int, int)");
   m.def("prepare(str chain, str dtype, int batch_class, int device) -> str[]");

@@ -41,20 +41,18 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
 }
 
 // Asks the planner for anything but a plan, such as has_plan. It may have to compare many plans, so its answers are kept, too.
-std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t capability, int64_t processors,
-                        int64_t shared_bytes, int64_t memory_rate) {
-  const char* const questions[] = {"has_plan",      "has_plan_of_few", "predicted", "times_of_few", "times_of_some", "times_of_more",
-                                   "times_of_many", "cut",             "cut_of_few", "cut_of_some", "cut_of_more"};
+std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t batch_class, int64_t capability,
+                        int64_t processors, int64_t shared_bytes, int64_t memory_rate) {
+  const char* const questions[] = {"has_plan", "predicted", "times", "cut"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
-                  "factorlayer: the planner is asked has_plan, has_plan_of_few, predicted, times_of_few, times_of_some, "
-                  "times_of_more, times_of_many, cut, cut_of_few, cut_of_some or cut_of_more, not \"",
-                  shown(question.value), "\"");
+                  "factorlayer: the planner is asked has_plan, predicted, times or cut, not \"", shown(question.value), "\"");
   const python::Limits gpu =
-      check_question(chain.value, dtype.value, 0, capability, processors, shared_bytes, memory_rate);
-  const std::string name = question.value + " of " + chain.value + " in " + dtype.value;
+      check_question(chain.value, dtype.value, batch_class, capability, processors, shared_bytes, memory_rate);
+  const std::string name =
+      question.value + " of " + chain.value + " in " + dtype.value + ", batch class " + std::to_string(batch_class);
   const cache::Key key{"plan", name, shown(gpu), "", "", python::planner()};
   if (std::optional<std::string> answer = cache::load(key)) return *answer;
-  const std::string answer = python::ask_planner(question.value, chain.value, dtype.value, gpu);
+  const std::string answer = python::ask_planner(question.value, chain.value, dtype.value, int(batch_class), gpu);
   cache::store(key, answer);
   return answer;
 }

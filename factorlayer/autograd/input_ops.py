@@ -40,7 +40,7 @@ from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, kn
 from factorlayer.autograd.stack_ops import forward_flops as stack_forward_flops
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, LAST
 from factorlayer.maths.chain import Chain, parse_layers
 
 if missing_extension is None:
@@ -70,7 +70,7 @@ def why_concatenated(text: str, x: Tensor, batch: int) -> str | None:
         return "torch.func has no rule for it"
     if not x.is_cuda:
         return None
-    batch_class = len(BATCHES) - 1 if is_compiling() else class_of_batch(batch)
+    batch_class = LAST if is_compiling() else class_of_batch(batch)
     return _why_concatenated(text, x.dtype, x.get_device(), batch_class)
 
 

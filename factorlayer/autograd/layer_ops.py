@@ -35,13 +35,12 @@ from factorlayer.autograd.runtime import (
     why_not_on_gpu,
 )
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, SOME
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
 from factorlayer.plan.plan import ASKED, asked_of, takes_turns
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
-QUESTIONS = "times_of_few", "times_of_some", "times_of_more", "times_of_many"  # of the planner, by the class of batches
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 try:
@@ -141,19 +140,20 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 @functools.lru_cache(1024)
 def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) -> bool:
     """Whether the engine has kernels of its own for a text, of many samples or of `few`."""
-    return ask_planner("has_plan_of_few" if few else "has_plan", text, dtype, device) == "True"
+    return ask_planner("has_plan", text, dtype, 0 if few else SOME, device) == "True"
 
 
-def ask_planner(question: str, text: str, dtype: torch.dtype, device: int) -> str:
+def ask_planner(question: str, text: str, dtype: torch.dtype, batch_class: int, device: int) -> str:
     """What a function of planner.py says of a text on a GPU; from the cache, if it has been asked before."""
-    answer: str = untraced(torch.ops.factorlayer.ask_planner, question, text, dtype_name(dtype), *gpu_limits(device))
+    asked = question, text, dtype_name(dtype), batch_class, *gpu_limits(device)
+    answer: str = untraced(torch.ops.factorlayer.ask_planner, *asked)
     return answer
 
 
 def predicted_us(text: str, batch: int, dtype: torch.dtype, device: int) -> float:
     """Microseconds of a text's kernels, as the planner predicts them."""
     batch_class = class_of_batch(batch)
-    answers = ask_planner(QUESTIONS[batch_class], text, dtype, device).split(" ")
+    answers = ask_planner("times", text, dtype, batch_class, device).split(" ")
     asked = asked_of(text, batch_class)
     points = list(zip(asked, map(float, answers), strict=True))
     at = min(bisect.bisect_left(asked, batch), len(points) - 1)

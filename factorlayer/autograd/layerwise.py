@@ -31,24 +31,24 @@ from factorlayer.autograd.backward import (
 )
 from factorlayer.autograd.layer_ops import ask_planner, cuda_ops, has_kernel, missing_extension, raise_better
 from factorlayer.autograd.runtime import class_of_batch, prepare_together
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import LAST
 from factorlayer.maths.chain import Chain
 
 if missing_extension is None:
     _all_at_once = torch.ops.factorlayer.stack_backward.default
 
 
-def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int = len(BATCHES) - 1) -> bool:
+def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int = LAST) -> bool:
     """Whether one kernel makes all gradients of a layer, with those of its activation, and is what a plan of so many
     samples takes."""
     text = f"{layer} | backward"
-    if batch_class == len(BATCHES) - 1:
-        return float(ask_planner("predicted", text, dtype, device)) < math.inf
+    if batch_class == LAST:
+        return float(ask_planner("predicted", text, dtype, LAST, device)) < math.inf
     return has_kernel(text, dtype, device, few=batch_class == 0)
 
 
 @functools.lru_cache(1024)
-def handed_back(text: str, dtype: torch.dtype, device: int, batch_class: int = len(BATCHES) - 1) -> tuple[bool, ...]:
+def handed_back(text: str, dtype: torch.dtype, device: int, batch_class: int = LAST) -> tuple[bool, ...]:
     """Whether each of several layers, one behind another, is handed the gradient of what it activates. That is so where
     it is predicted to be faster with many samples, and no kernel makes all of the layer's gradients; never for the last
     layer."""
@@ -58,7 +58,7 @@ def handed_back(text: str, dtype: torch.dtype, device: int, batch_class: int = l
 
 def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int, batch_class: int) -> bool:
     def us(*texts: str) -> float:
-        return sum(float(ask_planner("predicted", text, dtype, device)) for text in texts)
+        return sum(float(ask_planner("predicted", text, dtype, LAST, device)) for text in texts)
 
     chain = Chain.parse(layer)
     if from_result(chain.activation) is None or has_backward(layer, dtype, device, batch_class):

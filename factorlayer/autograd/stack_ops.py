@@ -45,7 +45,7 @@ from factorlayer.autograd.layerwise import (
 )
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, LAST
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_LAYERS, MOST_TEXT, Chain, parse_layers
 
@@ -109,7 +109,6 @@ MANY = 3 * BATCHES[-1] // 2  # samples, more than fill a GPU once, that layers a
 # if their gradients are made layer by layer. It is a tuple, as torch.compile takes that for a constant.
 Run = tuple[int, int, str]
 STATES = " | states"
-CUTS = "cut_of_few", "cut_of_some", "cut_of_more", "cut"  # questions, by the class of batches
 
 
 def why_no_stack(x: Tensor) -> str | None:
@@ -139,7 +138,7 @@ def runs(stack: Stack, x: Tensor, recorded: bool, joined: bool = False, many: bo
     if len(stack.layers) > MOST_LAYERS or len(text) > MOST_TEXT:
         return ()
     if x.is_cuda:
-        batch_class = len(BATCHES) - 1 if many or is_compiling() else class_of_batch(x.numel() // (x.shape[-1] or 1))
+        batch_class = LAST if many or is_compiling() else class_of_batch(x.numel() // (x.shape[-1] or 1))
         return runs_on_gpu(text, x.dtype, x.get_device(), recorded, joined, batch_class)
     return ((0, len(stack.layers), text),)
 
@@ -177,11 +176,11 @@ def runs_on_gpu(
     device: int,
     recorded: bool,
     joined: bool = False,
-    batch_class: int = len(BATCHES) - 1,
+    batch_class: int = LAST,
 ) -> tuple[Run, ...]:
     layers = text.split(" | ")
     found: list[Run] = []
-    cut = ask_planner(CUTS[batch_class], text + " | backward" * recorded, dtype, device)
+    cut = ask_planner("cut", text + " | backward" * recorded, dtype, batch_class, device)
     for begin, end in _read_cut(cut, len(layers)):
         if found and end - begin == 1:  # one more layer for itself, behind others
             first, before, _ = found[-1]

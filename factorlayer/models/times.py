@@ -16,11 +16,12 @@ from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import LEAST_MIXED, launched_texts
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
+from factorlayer.kernels.batches import SOME
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Ways
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import has_plan, has_plan_of_few, us_for
+from factorlayer.plan.planner import has_plan, us_for
 
 PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,15 +68,14 @@ def _us(spec: LayerSpec, bias: bool, dtype: str, tf32: bool, samples: int, gpu: 
 
 
 def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> float:
-    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory
+    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory, 0 if samples < LEAST_MIXED else SOME
     asked = [(text, samples)]
     if training:
-        has = has_plan_of_few if samples < LEAST_MIXED else has_plan
 
         def us_of(batch: int) -> Callable[[str], float]:
             return lambda text: plan_us(text, batch, dtype, gpu)
 
-        asked += launched_texts(text, lambda back: has(back.text, dtype, *limits), samples, us=us_of)
+        asked += launched_texts(text, lambda back: has_plan(back.text, dtype, *limits), samples, us=us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 

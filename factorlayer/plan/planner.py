@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, LAST, SOME
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import Plan, PlanError, asked_of
@@ -23,11 +23,8 @@ from factorlayer.plan.stacks import back_us, plan_stack, us_around
 
 __all__ = [
     "cut",
-    "cut_of_few",
-    "cut_of_some",
     "explain",
     "has_plan",
-    "has_plan_of_few",
     "parsed",
     "plan",
     "plan_of",
@@ -35,10 +32,7 @@ __all__ = [
     "plan_text",
     "predicted",
     "runs_of",
-    "times_of_few",
-    "times_of_many",
-    "times_of_more",
-    "times_of_some",
+    "times",
 ]
 
 BACKWARD = "backward"
@@ -60,48 +54,31 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
     return str(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)))
 
 
-def has_plan(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = 1) -> bool:
+def has_plan(
+    chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = SOME
+) -> bool:
     try:
         return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).passes)
     except PlanError:
         return False
 
 
-def has_plan_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> bool:
-    """Whether there is a plan for as many samples as the first class of batches has."""
-    return has_plan(chain, dtype, arch, sms, shared, memory, 0)
-
-
-def predicted(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> float:
-    """The microseconds that a plan is predicted to take with many samples; infinitely many where there is no kernel."""
+def predicted(
+    chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = LAST
+) -> float:
+    """The microseconds that a plan is predicted to take; infinitely many where there is no kernel."""
     try:
-        return plan_of(chain, dtype, len(BATCHES) - 1, Gpu(arch, sms, shared, memory)).us
+        return plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).us
     except PlanError:
         return math.inf
 
 
-def times_of_few(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return times(chain, dtype, Gpu(arch, sms, shared, memory), 0)
-
-
-def times_of_some(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return times(chain, dtype, Gpu(arch, sms, shared, memory), 1)
-
-
-def times_of_more(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return times(chain, dtype, Gpu(arch, sms, shared, memory), 2)
-
-
-def times_of_many(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return times(chain, dtype, Gpu(arch, sms, shared, memory), 3)
-
-
-def times(chain: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
+def times(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = LAST) -> str:
     """The microseconds that a plan is predicted to take in a CUDA graph, for each of the numbers of samples that are
     asked for; infinitely many where there is no plan."""
     asked = asked_of(chain, batch_class)
     try:
-        us = us_for(chain, dtype, gpu, batch_class)
+        us = us_for(chain, dtype, Gpu(arch, sms, shared, memory), batch_class)
     except PlanError:
         return " ".join([str(math.inf)] * len(asked))
     return " ".join(repr(us(n)) for n in asked)
@@ -149,26 +126,10 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
     return count
 
 
-def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    """The runs of layers for many samples, as text; of a stack with BACKWARD behind it, those to be trained by."""
-    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 3)
-
-
-def cut_of_more(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 2)
-
-
-def cut_of_some(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 1)
-
-
-def cut_of_few(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0) -> str:
-    return _cut(stack, dtype, Gpu(arch, sms, shared, memory), 0)
-
-
-def _cut(stack: str, dtype: str, gpu: Gpu, batch_class: int) -> str:
+def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = LAST) -> str:
+    """The runs of layers, as text; of a stack with BACKWARD behind it, those to be trained by."""
     layers = stack.removesuffix(f" | {BACKWARD}")
-    return str(runs_of(layers, dtype, gpu, batch_class, backward=layers != stack))
+    return str(runs_of(layers, dtype, Gpu(arch, sms, shared, memory), batch_class, backward=layers != stack))
 
 
 def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool = False) -> tuple[tuple[int, int], ...]:
