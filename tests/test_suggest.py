@@ -165,10 +165,10 @@ def test_times_are_those_that_auto_goes_by(training: bool, dtype: torch.dtype, m
         cached.cache_clear()
 
 
-def asked(question: str, *given: Any) -> str:
+def asked(question: str, text: str, dtype: str, batch_class: int, *limits: int) -> str:
     from factorlayer.plan import planner
 
-    return str(getattr(planner, question)(*given))
+    return str(getattr(planner, question)(text, dtype, *limits, batch_class=batch_class))
 
 
 def test_no_gpus_table_has_complex_numbers() -> None:
