@@ -17,6 +17,7 @@ from factorlayer.kernels.batches import (
     LEAST_OF_SOME,
     MOST_MORE,
     are_more,
+    class_of,
     few_samples,
     more_samples,
 )
@@ -63,11 +64,9 @@ def samples_of(batch: int, untied: bool = False) -> tuple[int, ...]:
 def evenly_us(passes: Sequence[Pass], batch: int) -> float:
     """What class_us says of passes, for a comparison with passes that take longer without samples: the fewest samples
     of the class count as well."""
-    samples = (*(asked[0] for asked, most in zip(ASKED, BATCHES, strict=True) if most == batch), batch)
-    if are_more(batch):
-        samples = more_samples(batch)
-    elif batch == BATCHES[-1]:
-        samples = *samples, MANY_MORE * batch
+    samples = samples_of(batch)
+    if not are_more(batch):  # whose fewest are among these
+        samples = ASKED[class_of(batch)][0], *samples
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
