@@ -251,7 +251,7 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       if constexpr (LAST && Pass::BIAS) {
         const RowOfBias row(params, of_sample, o * S::Q * S::I);
         UNROLL for (int q = 0; q < S::Q; ++q)
-          UNROLL for (int k = 0; k < kWide; ++k) bias[q][k] = row.at(q * S::I, i + k, true);
+          UNROLL for (int k = 0; k < kWide; ++k) bias[q][k] = row.template at<S::I>(q * S::I, i + k);
       }
       UNROLL for (int t = 0; t < TERMS; ++t)
         UNROLL for (int p = 0; p < S::P; ++p) {
@@ -304,12 +304,12 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       constexpr auto divided = [](i64 x) { return x % EACH == 0; };
       return divided(WIDTH) && divided(R::C) && divided(R::WIDTH) && divided(R::STEP) && divided(R::SLICE) && divided(Pass::SPLIT_STEP);
     }
-    template <int EACH> DEVICE void load(u32 (&words)[ceil_div(EACH * kSize, 4)], int r, int c, bool there) const {
-      load_global<EACH * kSize>(bias + (R::at(r) + R::at(c)), words, there && (R::WIDTH == 0 || c % R::C < left));
-    }
-    DEVICE Sum<Element> at(int r, int c, bool there) const {
+    // Elements behind its begin, of a place in it whose row begins with element r; rows have WIDTH columns.
+    template <int WIDTH> static DEVICE int place(int r, int c) { return int(R::at(r)) + (WIDTH <= R::C ? c : int(R::at(c))); }
+    template <int WIDTH> DEVICE bool has(int c) const { return c < WIDTH && (R::WIDTH == 0 || (WIDTH <= R::C ? c : c % R::C) < left); }
+    template <int WIDTH> DEVICE Sum<Element> at(int r, int c) const {
       u32 words[ceil_div(kSize, 4)];
-      load<1>(words, r, c, there);
+      load_global<kSize>(bias + place<WIDTH>(r, c), words, has<WIDTH>(c));
       return number_of<Element>(words, 0);
     }
   };
@@ -325,23 +325,28 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
   // Adds the bias to a warp tile's sums. Loads are on their way together. Where rows allow it, lanes load what they would store
   // straight to memory, and exchange that: two numbers of each of eight rows would be a line for 16 bytes.
   template <class S> DEVICE void add_bias(Sums<S>& y, int tile, i64 unit) const {
+    using R = typename Pass::Output;
     constexpr int kWidth = S::BY_ROWS ? S::Q : S::I, kDown = 2 * S::MT;
     constexpr int kTiles = RowOfBias::template has_whole<kWidth, 2 * together<S>()>() ? together<S>() : 1;
     constexpr int kEach = RowOfBias::template has_whole<kWidth, 2>() ? 2 * kTiles : 1, kParts = 2 * kTiles / kEach;
     constexpr int kWords = ceil_div(kEach * kSize, 4), kLoads = kDown * S::NT / kTiles, kSome = 16 / (kWords * kParts);
     const auto [first_row, o, first_column] = corner<S>(tile);
     const int row = first_row + lane.g, column = first_column + lane.t * 2, of_sample = Pass::Output::of_sample(unit);
+    // By columns, rows are in memory at constants behind the first, where none is parted into chunks.
+    constexpr bool kApart = !S::BY_ROWS && (R::ROWS == 1 || kWidth % R::C == 0);
     UNROLL for (int from = 0; from < kLoads; from += kSome) {
       u32 words[kSome][kParts][kWords];
       UNROLL for (int j = 0; j < kSome && from + j < kLoads; ++j) {
-        const int h = (from + j) % kDown, n = (from + j) / kDown * kTiles;
+        const int h = (from + j) % kDown, n = (from + j) / kDown * kTiles, r = row + h * 8;
         const int down = !S::BY_ROWS && S::DOWN > 1 ? n * 8 / S::IP : 0;
         const bool has_o = S::BY_ROWS || S::ROWS % S::DOWN == 0 || o + down < S::ROWS;
-        const bool has_row = has_o && (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M);
-        const RowOfBias bias(params, of_sample, S::BY_ROWS ? (row + h * 8) * S::Q : (o + down) * S::Q * S::I);
+        const bool has_row = has_o && (S::M % (S::MT * 16) == 0 || r < S::M);
+        const RowOfBias bias(params, of_sample, S::BY_ROWS ? r * S::Q : (o + down) * S::Q * S::I);
         UNROLL for (int i = 0; i < kParts; ++i) {
           const int c = column + exchanged<kTiles>() + n * 8 - down * S::IP + i;
-          bias.template load<kEach>(words[j][i], S::BY_ROWS ? 0 : (row + h * 8) * S::I, c, has_row && c < kWidth);
+          const int first = RowOfBias::template place<kWidth>(S::BY_ROWS ? 0 : (kApart ? row : r) * S::I, c);
+          load_global<kEach * kSize>(bias.bias + first + (kApart ? int(R::at(h * 8 * S::I)) : 0), words[j][i],
+                                     has_row && bias.template has<kWidth>(c));
         }
       }
       UNROLL for (int j = 0; j < kSome && from + j < kLoads; ++j) {
@@ -382,12 +387,12 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     static constexpr int TILES = meeting(), APART = kUnits / TILES;
   };
   // Each lane's tile n becomes that of n ^ `which`.
-  template <class S, int TILES> static DEVICE void exchange(Sums<S>& y, int which) {
+  template <int TILES, class T, int MT, int NT, int COUNT> static DEVICE void exchange(T (&y)[MT][NT][COUNT], int which) {
     UNROLL for (int bit = 1; bit < TILES; bit *= 2) {
       const bool other = which & bit;
-      UNROLL for (int m = 0; m < S::MT; ++m)
-        UNROLL for (int n = 0; n < S::NT; ++n)
-          UNROLL for (int i = 0; i < 4; ++i) {
+      UNROLL for (int m = 0; m < MT; ++m)
+        UNROLL for (int n = 0; n < NT; ++n)
+          UNROLL for (int i = 0; i < COUNT; ++i) {
             if (n & bit) continue;
             const auto here = y[m][n][i], there = y[m][n + bit][i];
             y[m][n][i] = other ? there : here, y[m][n + bit][i] = other ? here : there;
@@ -423,11 +428,13 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
     };
     if constexpr (LAST) to += piece_of(term, unit);
     if constexpr (S::BY_ROWS) {
-      const u32 first = to + (Out::at(row * S::Q) + i * S::TO) * kSize;
+      Place<Out> of_row(row * S::Q);
+      const u32 first = to + (of_row.place + i * S::TO) * kSize;
       UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
         const int r = row + h * 8;
+        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (of_row.place + i * S::TO) * kSize;
+        if constexpr (!S::SPLITS) of_row.template advance<8 * S::Q>();
         if ((S::M % (S::MT * 16) && r >= S::M) || !S::has(part, lane.g + h * 8)) continue;
-        const u32 mine = S::SPLITS ? first + Out::at(h * 8 * S::Q) * kSize : to + (Out::at(r * S::Q) + i * S::TO) * kSize;
         UNROLL for (int n = 0; n < S::NT; ++n) {
           const int c = i + n * 8;
           if (S::Q % S::WIDE == 0 || c < S::Q)
@@ -439,7 +446,17 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       constexpr bool kTogether = Out::I % S::I == 0;  // i's are side by side
       constexpr int kTiles = LAST ? 1 : Turns<S>::TILES;
       const int turn = lane.g / Turns<S>::APART % kTiles;
-      exchange<S, kTiles>(y, turn);
+      constexpr bool kPacked = kTiles > 1 && kSize == 2;  // two sums are one word before lanes part with them
+      [[maybe_unused]] u32 words[S::MT][S::NT][2];
+      if constexpr (kPacked) {
+        UNROLL for (int m = 0; m < S::MT; ++m)
+          UNROLL for (int n = 0; n < S::NT; ++n)
+            UNROLL for (int h = 0; h < 2; ++h)
+              words[m][n][h] = Pair<Element>(Math::rounded(y[m][n][h * 2]), Math::rounded(y[m][n][h * 2 + 1])).bits;
+        exchange<kTiles>(words, turn);
+      } else {
+        exchange<kTiles>(y, turn);
+      }
       Place<Out> of_row(o * S::Q * S::I), of_column(kTogether ? 0 : i);
       const int first = of_row.place;
       const auto of_q = [](int o, int q) { return Out::at((o * S::Q + q) * S::I); };
@@ -463,10 +480,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
         }
         if ((S::I < S::ACROSS * S::WIDE / S::DOWN && c >= S::I) || (S::ROWS % S::DOWN && o + down >= S::ROWS)) continue;
         if (!S::has(part, lane.t * 2)) continue;
-        UNROLL for (int h = 0; h < 2 * S::MT; ++h)
-          if (S::M % (S::MT * 16) == 0 || row + h * 8 < S::M)
-            put(h / 2, n, h % 2, mine + (S::EVENLY ? h * 8 * S::TO : of_q(o + down, row + h * 8) - of_o - row * S::TO) * kSize,
-                further, S::I % 2 == 0 || c + 1 < S::I);
+        UNROLL for (int h = 0; h < 2 * S::MT; ++h) {
+          if (S::M % (S::MT * 16) && row + h * 8 >= S::M) continue;
+          const u32 place = mine + (S::EVENLY ? h * 8 * S::TO : of_q(o + down, row + h * 8) - of_o - row * S::TO) * kSize;
+          if constexpr (kPacked)
+            store_shared(place, words[h / 2][n][h % 2]);
+          else
+            put(h / 2, n, h % 2, place, further, S::I % 2 == 0 || c + 1 < S::I);
+        }
       }
     }
   }

@@ -75,15 +75,21 @@ DEVICE void put_words(u32 row, int feature, bool inside, int words, const u32 (&
 // Eight elements of 16 bits that lie anywhere in memory, as words of 4 bytes; `left` of them are there.
 struct Eight {
   u32 word[5];
+  static DEVICE const char* first_word(const void* from) { return reinterpret_cast<const char*>(u64(from) & ~u64(3)); }
 
+  // The tensor goes on for two elements and more behind them.
+  DEVICE void load(const void* from) { load_five(first_word(from), word, true); }
   // Nothing is read of what lies behind `end`, but for what shares a word with an element.
   DEVICE void load(const void* from, const void* end, int left) {
-    const char* at = reinterpret_cast<const char*>(u64(from) & ~u64(3));
+    const char* at = first_word(from);
     const bool whole = at + 20 <= static_cast<const char*>(end);
     load_five(at, word, whole && left > 0);
     if (whole || left <= 0) return;
-    UNROLL for (int i = 0; i < 10; ++i)
-      if (at + i * 2 < static_cast<const char*>(end)) word[i / 2] |= u32(*reinterpret_cast<const u16*>(at + i * 2)) << i % 2 * 16;
+    ROLL for (int i = 0; i < 10; ++i) {
+      if (at + i * 2 >= static_cast<const char*>(end)) return;
+      const u32 half = u32(*reinterpret_cast<const u16*>(at + i * 2)) << i % 2 * 16;
+      UNROLL for (int j = 0; j < 5; ++j) word[j] |= j == i / 2 ? half : 0;
+    }
   }
   // To 16 bytes of shared memory, zeros behind those that are there
   DEVICE void put(u32 to, const void* from, int left) const {

@@ -30,15 +30,26 @@ template <class Pass> struct Tiles {
     static constexpr int kAtOnce = kFit < Pass::UNITS ? kFit : Pass::UNITS, THREADS = kThreads / kAtOnce;
     using Walk = Lines<L, kCount, kRun, R::template kLineStep<L>, BYTES / kSize, THREADS>;
   };
+  // How many elements of a part are there from one on: All, as the compiler knows, or Some.
+  template <int COUNT> struct All {
+    static constexpr bool kAll = true;
+    DEVICE int operator()(int) const { return COUNT; }
+  };
+  template <class R> struct Some {
+    static constexpr bool kAll = false;
+    const int there, width;
+    DEVICE int operator()(int e) const { return R::WIDTH == 0 ? there - e : min(there - e, width - e % R::C); }
+  };
+  static constexpr i64 kNoEnd = i64(1) << 62;
   // of(where such a part begins in memory, its first element in the tile, how many are there from an element on); of each unit its
-  // first `limit` elements, where it may reach behind what it is a part of.
-  template <class R, class M, class Of> DEVICE void parts_of(i64 first, Of of, int limit = R::kSize) const {
+  // first `limit` elements, where it may reach behind what it is a part of. All are of parts that begin before `end`.
+  template <class R, class M, class Of> DEVICE void parts_of(i64 first, Of of, int limit = R::kSize, i64 end = kNoEnd) const {
     const auto part = [&](i64 begin, int there, int width, int element) {
       if constexpr (!R::kDense) there = min(there, limit);
-      if (there == M::kCount && width == R::C)
-        of(begin, element, [](int) { return M::kCount; });
+      if (there == M::kCount && width == R::C && begin < end)
+        of(begin, element, All<M::kCount>{});
       else
-        of(begin, element, [&](int e) { return R::WIDTH == 0 ? there - e : min(there - e, width - e % R::C); });
+        of(begin, element, Some<R>{there, width});
     };
     if constexpr (R::kDense) return part(R::unit(first), present(first) * R::kSize, R::C, 0);
     const int present = this->present(first), chunk = R::chunk(first);
@@ -57,33 +68,39 @@ template <class Pass> struct Tiles {
     constexpr bool kByRegisters = COPY < 4, kEights = kByRegisters && PADDED && is_pointer<X> && R::template kWholeRows<L>;
     using M = Moved<R, L, kEights ? 16 : COPY>;
     const typename M::Walk lines(thread % M::THREADS);
-    parts_of<R, M>(first, [&](i64 begin, int element, auto there) {
+    // Of the tensor, and of a part with what an Eight may reach behind it.
+    const i64 elements = (units / R::CHUNKS - 1) * R::SLICE + R::kExtent;
+    constexpr i64 kReach = (R::kDense ? i64(M::kCount) : (R::ROWS - 1) * R::STEP + R::C) + 10;
+    const auto move = [&](i64 begin, int element, auto there) {
       const auto from = x + begin;
       if constexpr (!kByRegisters) {
-        lines.template each<8>(
+        lines.template each<4>(
             element, [](int, i64, int, int) { return 0; },
             [&](int place, i64 offset, int e, int, int) {
               copy_async<COPY>(to + place * kSize, at_or_begin(from, offset, there(e) > 0), there(e) > 0);
             });
       } else if constexpr (kEights) {
         static_assert(L::ROW % 8 == 0 && (L::I == 1 || L::STEP % 8 == 0), "lines begin at whole 16 bytes");
-        const Element* const end = x + (units / R::CHUNKS - 1) * R::SLICE + R::kExtent;
         lines.template each<4>(
             element,
             [&](int, i64 offset, int e, int left) {
               Eight eight;
-              eight.load(from + offset, end, min(left, there(e)));
+              if constexpr (decltype(there)::kAll)
+                eight.load(from + offset);
+              else
+                eight.load(from + offset, x + elements, min(left, there(e)));
               return eight;
             },
             [&](int place, i64 offset, int e, int left, const Eight& eight) {
-              eight.put(to + place * kSize, from + offset, min(left, there(e)));
+              eight.put(to + place * kSize, from + offset, decltype(there)::kAll ? left : min(left, there(e)));
             });
       } else {
         lines.template each<16>(
             element, [&](int, i64 offset, int e, int) { return there(e) > 0 ? *(from + offset) : Element{}; },
             [&](int place, i64, int, int, Element x) { store_shared(to + place * kSize, x); });
       }
-    });
+    };
+    parts_of<R, M>(first, move, R::kSize, kEights ? elements - kReach : kNoEnd);
   }
   // Asks L2 for a tile, if there is one, whose loads will be waited for: of elements of 2 bytes, few are on their way at once.
   template <class R> DEVICE void fetch(const Element* x, i64 first) const {

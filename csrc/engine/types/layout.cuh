@@ -12,7 +12,8 @@ template <int P_, int I_, int ROW_, int STEP_> struct Layout {
 template <class L> struct Place {
   int place, i, p;
   DEVICE explicit Place(int e) : place(L::at(e)), i(e % L::I), p(e / L::I % L::P) {}
-  template <int BY> DEVICE void advance() {
+  // IN_ROW: as far as anybody asks, all is in one row.
+  template <int BY, bool IN_ROW = false> DEVICE void advance() {
     constexpr int kI = BY % L::I, kP = BY / L::I % L::P;
     place += BY / (L::P * L::I) * L::ROW + kP * L::STEP + kI;
     if constexpr (kI > 0) {
@@ -20,7 +21,7 @@ template <class L> struct Place {
       const bool over = i >= L::I;
       i -= over ? L::I : 0, p += over, place += over ? L::STEP - L::I : 0;
     }
-    if constexpr ((kI > 0 || kP > 0) && L::ROW != L::P * L::STEP) {
+    if constexpr ((kI > 0 || kP > 0) && L::ROW != L::P * L::STEP && !IN_ROW) {
       p += kP;
       const bool over = p >= L::P;
       p -= over ? L::P : 0, place += over ? L::ROW - L::P * L::STEP : 0;
@@ -34,6 +35,7 @@ template <class L> struct Place {
 template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct Lines {
   static constexpr int kPieces = ceil_div(RUN, EACH), kLines = COUNT / RUN, kRounds = ceil_div(kPieces, THREADS);
   static constexpr int kFit = kRounds > 1 ? 1 : THREADS / kPieces, kAtOnce = kFit < kLines ? kFit : kLines;
+  static constexpr int kWhole = kLines / kAtOnce, kMore = kLines % kAtOnce > 0;  // lines that a thread has, and one that it may have
   static_assert(COUNT % RUN == 0);
   const int line, piece;  // a thread's first line, and its first element of a line
   DEVICE explicit Lines(int thread)
@@ -43,43 +45,51 @@ template <class L, int COUNT, int RUN, i64 STEP, int EACH, int THREADS> struct L
   // the element of the layout that the first line begins with, places and offsets count elements, of which `left` are left of a line.
   template <int SOME, class Take, class Put> DEVICE void each(int first, Take take, Put put) const {
     if (kRounds == 1 && kAtOnce * kPieces < THREADS && line >= kAtOnce) return;
-    constexpr int kSteps = ceil_div(kLines, kAtOnce), kFits = SOME / kRounds;
-    constexpr int kSome = kFits < 1 ? 1 : kFits < kSteps ? kFits : kSteps;      // lines, and pieces of a line
-    constexpr int kPart = kRounds < SOME ? kRounds : SOME;
-    Place<L> at(first + line * RUN + piece);
-    i64 offset = line * STEP + piece;
-    int element = line * RUN + piece;
-    ROLL for (int step = 0; step < kSteps; step += kSome) {
-      ROLL for (int round = 0; round < kRounds; round += kPart) {
-        decltype(take(0, offset, 0, 0)) taken[kSome][kPart];
-        const auto go = [&](auto what) {
-          Place<L> here = at;
-          UNROLL for (int i = 0; i < kSome; ++i) {
-            if ((kSteps % kSome == 0 || step + i < kSteps) && (kLines % kAtOnce == 0 || (step + i) * kAtOnce + line < kLines)) {
-              UNROLL for (int r = 0; r < kPart; ++r) {
-                const int behind = (round + r) * THREADS * EACH;
-                if (kRounds == 1 || (kPieces % THREADS == 0 && kRounds % kPart == 0) || behind + piece < RUN)
-                  what(here.place + behind, offset + i * kAtOnce * STEP + behind, element + i * kAtOnce * RUN + behind, RUN - piece - behind,
-                       taken[i][r]);
-              }
+    constexpr int kFits = SOME / kRounds, kSome = kFits < 1 ? 1 : kFits < kWhole + kMore ? kFits : kWhole + kMore;
+    constexpr int kLoop = (kMore ? kWhole + kMore - 1 : kWhole) / kSome * kSome;
+    Cursor cursor{Place<L>(first + line * RUN + piece), line * STEP + piece, line * RUN + piece};
+    ROLL for (int step = 0; step < kLoop; step += kSome) lines<kSome, false, SOME>(cursor, take, put);
+    if constexpr (kLoop < kWhole + kMore) lines<kWhole - kLoop, kMore, SOME>(cursor, take, put);
+  }
+
+ private:
+  struct Cursor {
+    Place<L> at;
+    i64 offset;
+    int element;
+  };
+  // A thread's next WHOLE lines, and one MORE if it is there
+  template <int WHOLE, bool MORE, int SOME, class Take, class Put> DEVICE void lines(Cursor& cursor, Take take, Put put) const {
+    constexpr int kPart = kRounds < SOME ? kRounds : SOME, kCount = WHOLE + MORE;  // pieces of a line, and lines
+    constexpr bool kInRow = COUNT == L::P * L::I;
+    Place<L> here = cursor.at;
+    ROLL for (int round = 0; round < kRounds; round += kPart) {
+      decltype(take(0, cursor.offset, 0, 0)) taken[kCount][kPart];
+      const auto go = [&](auto what) {
+        here = cursor.at;
+        UNROLL for (int i = 0; i < kCount; ++i) {
+          if (i < WHOLE || kWhole * kAtOnce + line < kLines) {
+            UNROLL for (int r = 0; r < kPart; ++r) {
+              const int behind = (round + r) * THREADS * EACH;
+              if (kRounds == 1 || (kPieces % THREADS == 0 && kRounds % kPart == 0) || behind + piece < RUN)
+                what(here.place + behind, cursor.offset + i * kAtOnce * STEP + behind, cursor.element + i * kAtOnce * RUN + behind,
+                     RUN % EACH == 0 ? EACH : RUN - piece - behind, taken[i][r]);
             }
-            here.template advance<kAtOnce * RUN>();
           }
-          return here;
-        };
-        go([&](int place, i64 offset, int element, int left, auto& taken) { taken = take(place, offset, element, left); });
-        const Place<L> next = go(put);
-        if (round + kPart >= kRounds) at = next;
-      }
-      offset += kSome * kAtOnce * STEP, element += kSome * kAtOnce * RUN;
+          here.template advance<kAtOnce * RUN, kInRow>();
+        }
+      };
+      go([&](int place, i64 offset, int element, int left, auto& taken) { taken = take(place, offset, element, left); });
+      go(put);
     }
+    cursor = {here, cursor.offset + kCount * kAtOnce * STEP, cursor.element + kCount * kAtOnce * RUN};
   }
 };
 
 // In memory: units are slices of a sample's features, or chunks of their last axis. A unit is [ROWS, C], C contiguous,
 // STEP elements from row to row. Where C does not divide that axis, of WIDTH elements then, the last chunk is not whole.
 template <int ROWS_, int C_, int CHUNKS_, i64 SLICE_, i64 STEP_, int UNITS_PER_SAMPLE_, int WIDTH_ = 0> struct Region {
-  static constexpr int C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_, WIDTH = WIDTH_;
+  static constexpr int ROWS = ROWS_, C = C_, CHUNKS = CHUNKS_, kSize = ROWS_ * C_, WIDTH = WIDTH_;
   static constexpr i64 STEP = STEP_, SLICE = SLICE_;
   static constexpr bool kDense = kSize == SLICE_;
   static constexpr i64 kExtent = (ROWS_ - 1) * STEP_ + (WIDTH > 0 ? WIDTH : CHUNKS * C);  // from the first element of a slice to its end
