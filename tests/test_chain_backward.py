@@ -15,14 +15,16 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
-from factorlayer.kernels.gradient import Reduction, Reductions
+from factorlayer.kernels.gradient import Gradient, OfVisit, Reduction, Reductions
 from factorlayer.kernels.product.whole_kronecker import KroneckerGradients
+from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.kernels.tiling import tile
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan import planner
+from factorlayer.plan import visits as visits_module
 from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.plan import Plan
 from factorlayer.plan.visits import are_worth_it
@@ -216,6 +218,74 @@ def test_parts_of_a_middle_weight_write_beside_what_they_read(
     check(spec, found, 3, emulator)
 
 
+BY_TWO_PASSES = [
+    # in, out, rank, dtype, the gradients of weights by passes of their own, GPU
+    ((3, 136), (3, 130), 1, "bfloat16", [WideGradient, Gradient], 90),
+    ((36, 60), (20, 64), 1, "float16", [WideGradient, Gradient], 90),
+    ((2, 3, 72), (2, 3, 76), 1, "tf32", [WideGradient, Gradient, Gradient], 90),
+    ((76, 3), (70, 3), 1, "float32", [Gradient, Gradient], 90),
+    ((5, 2, 30), (3, 2, 34), 1, "float64", [Gradient, Gradient, Gradient], 80),
+    ((2, 56, 3), (3, 56, 2), 1, "float32", [Gradient, Gradient, Gradient], 80),
+    ((2, 3, 64), (2, 3, 64), 2, "float16", [WideGradient, Gradient], 90),
+    ((4, 72), (3, 40), 3, "tf32", [WideGradient], 90),
+    ((50, 33), (50, 35), 2, "bfloat16", [Gradient], 90),
+    ((30, 20), (31, 24), 2, "float64", [Gradient], 80),
+]
+
+
+@pytest.mark.parametrize(("sizes_in", "sizes_out", "rank", "dtype", "kinds", "arch"), BY_TWO_PASSES, ids=str)
+def test_gradients_of_large_weights_may_be_passes_of_their_own(
+    sizes_in: tuple[int, ...],
+    sizes_out: tuple[int, ...],
+    rank: int,
+    dtype: str,
+    kinds: list[type],
+    arch: int,
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = dataclasses.replace(kronecker(sizes_in, sizes_out), rank=rank)
+    (chain,), computed = planner.parsed(all_gradients_of(spec).text, dtype)
+    monkeypatch.setattr(visits_module, "_at_once", lambda *_: ())
+    gpu = dataclasses.replace(Gpu.of(arch), sms=2)
+    found = Plan(chain, computed, 1024, gpu, visits_of.__wrapped__(chain, computed, 1024, gpu, len(sizes_in)) or ())
+    assert [type(planned.of) for planned in found.passes if isinstance(planned, OfVisit)] == kinds
+    check(spec, found, 5, emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes_in", "sizes_out", "dtype"),
+    [((2, 160), (2, 144), "bfloat16"), ((4, 96, 2), (3, 80, 2), "float32"), ((2, 64), (2, 72), "float64")],
+    ids=str,
+)
+def test_blocks_have_parts_of_a_weight_that_goes_back(
+    sizes_in: tuple[int, ...],
+    sizes_out: tuple[int, ...],
+    dtype: str,
+    emulator: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of few samples each makes some rows of the gradient of what was read, by columns of the weight in memory."""
+    spec = kronecker(sizes_in, sizes_out)
+    monkeypatch.setattr(visits_module, "_at_once", lambda *_: ())
+    asked = all_gradients_of(spec), dtype, 16, dataclasses.replace(Gpu.of(90), sms=2)
+    found = Plan(*asked, visits_of.__wrapped__(*asked, len(sizes_in)) or ())
+    assert any(p.parts > 1 and p.work.transposed for p in found.passes if isinstance(p, Resident))
+    check(spec, found, 3, emulator)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "apart"),
+    [((3, 200), "bfloat16", True), ((3, 200), "tf32", True), ((3, 60), "tf32", False)],
+    ids=str,
+)
+def test_a_weight_that_several_blocks_would_share_has_a_pass_of_its_own(
+    sizes: tuple[int, ...], dtype: str, apart: bool
+) -> None:
+    found = visits(kronecker(sizes, sizes), dtype, 1024, dataclasses.replace(Gpu.of(90), sms=2))
+    assert any(isinstance(planned, OfVisit) for planned in found.passes) == apart
+
+
 @pytest.mark.parametrize(
     ("sizes", "rank", "dtype", "together"),
     [((24, 65, 4, 5), 3, "float16", True), ((8, 8, 32), 3, "float64", True), ((107, 20, 24), 3, "float16", False)],
@@ -267,11 +337,13 @@ def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple
 
 def test_few_samples_are_asked_of_by_themselves() -> None:
     """What many have no plan for, as their work is less a contraction at a time, may have one for few."""
-    chain = all_gradients_of(dataclasses.replace(kronecker((30, 230, 90), (30, 230, 90)), rank=3))
-    worth = [are_worth_it(chain, "float16", batch, Gpu.of(90)) for batch in BATCHES]
+    chain = dataclasses.replace(
+        all_gradients_of(dataclasses.replace(kronecker((100, 200, 24), (100, 200, 24)), rank=3)), tf32=True
+    )
+    worth = [are_worth_it(chain, "tf32", batch, Gpu.of(90)) for batch in BATCHES]
     assert worth == [True, False, False, False]
-    assert planner.has_plan(chain.text, "float16", 90, 132, 232448, batch_class=0)
-    assert not planner.has_plan(chain.text, "float16", 90, 132, 232448)
+    assert planner.has_plan(chain.text, "float32", 90, 132, 232448, batch_class=0)
+    assert not planner.has_plan(chain.text, "float32", 90, 132, 232448)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from factorlayer.device.code import ELEMENT, Long, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -43,6 +43,18 @@ TILES["float16"] = TILES["bfloat16"]
 def most_samples(batch: int) -> int:
     """The most samples of the batches that have one plan: csrc/runtime's classes."""
     return next((most for most in (64, 2048) if batch <= most), 1 << 40)
+
+
+class States(NamedTuple):
+    """Of a sum of products, whose terms have weights of their own: how many, and features of what is before and behind
+    the contraction, if there is a state for each term, one term behind another; 0 if all have one."""
+
+    terms: int = 1
+    x: int = 0
+    g: int = 0
+
+
+NO_SUM = States()
 
 
 class Sums(Pass):
@@ -86,6 +98,7 @@ class TileSums(InTiles):
     """What most of them have in common: sums for one contraction's weights."""
 
     contraction: Contraction
+    states: Any = NO_SUM
     bias: Any = False  # whether that of the columns of what comes back is made, too
     stays: Any = False  # whether its sums do, in s2, for a pass behind it
 
@@ -110,7 +123,7 @@ class TileSums(InTiles):
 
     @property
     def weights(self) -> int:
-        return self.contraction.weight_size + (self.contraction.q if self.bias else 0)
+        return int(self.states.terms * self.contraction.weight_size) + (self.contraction.q if self.bias else 0)
 
     @property
     def is_whole(self) -> bool:
@@ -181,6 +194,7 @@ class Gradient(TileSums):
     us: float = 0.0
     grad: int = 0  # the parameter that grad_y is
     stays: bool = False
+    states: States = NO_SUM
 
     @property
     def bm(self) -> int:
@@ -226,7 +240,7 @@ class Gradient(TileSums):
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        groups = 1 if c.tied else c.outer * -(-c.inner // self.wg)
+        groups = self.states.terms if c.tied else c.outer * -(-c.inner // self.wg)
         return -(-c.q // self.bm) * -(-c.p // self.bn) * groups
 
     @kept
@@ -260,6 +274,7 @@ class Gradient(TileSums):
         c = self.contraction
         told = {"WEIGHT": self.grad, "P": c.p, "Q": c.q, "INNER": c.inner, "OUTER": c.outer, "ROWS": self.rows}
         told |= {"WM": self.wm, "WN": self.wn, "WG": self.wg, "MT": self.mt, "NT": self.nt, "BK": self.bk}
+        told |= {"TERMS": self.states.terms, "X_TERM": self.states.x, "G_TERM": self.states.g}
         return kinds(self.dtype) + constants(told | {"RUN": self.run, "TIED": c.tied, "Result": self.result})
 
 
@@ -294,6 +309,29 @@ class BlockSums(Sums):
     def part_bytes(self) -> int:
         """Bytes of the sums that all blocks write, at most."""
         return int(self.most * self.weights * SUM_BYTES[self.dtype])
+
+
+class OfVisit:
+    """The pass that makes the gradient of a visit's one weight from a state and its gradient, which lie in buffers of
+    the plan, or are x and grad_y: all else is as the pass says."""
+
+    gradients_to = "w"
+
+    def __init__(self, of: Any, x: str, g: str, begin: int, grad: int) -> None:
+        self.of = replace(of, stays=True, grad=grad)
+        self.reads, self.beside, self.begin = x, (g, grad) if g else ("", 0), begin
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "of":  # of a copy that is not made yet
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+    def __str__(self) -> str:
+        return str(self.of)
+
+    @property
+    def finishing(self) -> tuple[Pass, ...]:
+        return (Reduction(self),)
 
 
 class Summing(Protocol):
@@ -442,8 +480,9 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
     """These with those that add up their blocks' sums: one behind them all, where it has several to add up, as each
     kernel takes a launch. Sums that it does not take, of modes taken as one and such as L2 would not keep, are in s2
     for a while only, before the others."""
-    summing = [p for p in passes if isinstance(p, BlockSums)]
-    waiting = [p for p in summing if not p.merged and p.part_bytes <= MOST_WAITING and p.waiting_at(0)]
+    summing = [p for p in passes if isinstance(p, BlockSums | OfVisit)]
+    blocks = [p for p in summing if isinstance(p, BlockSums)]
+    waiting = [p for p in blocks if not p.merged and p.part_bytes <= MOST_WAITING and p.waiting_at(0)]
     if len(waiting) < 2:
         waiting = []
     at = max((p.part_bytes for p in summing if p not in waiting), default=0)
@@ -459,14 +498,14 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
         yield Reductions(tuple(map(Reduction, waiting)), tuple(places))
 
 
-def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> Gradient | None:
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> Gradient | None:
     """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
-    timed = ((_time(plan), plan) for plan in _tilings(contraction, dtype, batch, gpu))
+    timed = ((_time(plan), plan) for plan in _tilings(contraction, dtype, batch, gpu, states))
     found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
     return replace(found[1], us=found[0]) if found else None
 
 
-def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradient]:
+def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States) -> Iterator[Gradient]:
     size = ELEMENT_BYTES[dtype]
     by_groups = not c.tied and c.inner > 1
     run = math.gcd(16 // size, c.inner)
@@ -476,12 +515,12 @@ def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu) -> Iterator[Gradi
                 wn = warps // (wm * wg)
                 if warps % (wm * wg) or 16 * mt * wm > MOST_WIDE or 8 * nt * wn > MOST_WIDE:
                     continue
-                plan = Gradient(c, dtype, mt, nt, wm, wn, wg, bk, 0, gpu, batch)
+                plan = Gradient(c, dtype, mt, nt, wm, wn, wg, bk, 0, gpu, batch, states=states)
                 if plan.runs > MOST_RUNS or plan.shared > gpu.shared or plan.tiles > MOST_BLOCKS:
                     continue
                 needed = registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS)
                 if needed <= 255 and plan.threads * needed <= 65536:
-                    yield Gradient(c, dtype, mt, nt, wm, wn, wg, bk, needed, gpu, batch)
+                    yield replace(plan, registers=needed)
 
 
 def _time(plan: Gradient) -> float:

@@ -412,19 +412,30 @@ def _load_weights(plan: Resident) -> list[str]:
         term, parts = ("blockIdx.y", 1) if plan.work.terms > plan.made else ("term", 1)
         if plan.parts > 1 and step == 0:
             term, parts = "blockIdx.y", plan.parts
-        stages: tuple[list[str], list[str]] = ([stage], [])
         if plan.work.transposed:
-            mode, stages = Mode(tuple((weight, p, q) for weight, q, p in mode.parts)), ([], [stage])
-        lines += [f"  {line}" for line in load_weight_lines(mode, plan.work.dtype, *stages, term, parts)]
+            mode = Mode(tuple((weight, p, q) for weight, q, p in mode.parts))
+            part = ("0", 1, mode.p // parts, "blockIdx.y") if parts > 1 else (term,)
+            loading = load_weight_lines(mode, plan.work.dtype, [], [stage], *part)
+        else:
+            loading = load_weight_lines(mode, plan.work.dtype, [stage], [], term, parts)
+        lines += [f"  {line}" for line in loading]
         lines.append("}")
     return function("load_weights(const C& c)", lines)
 
 
 def load_weight_lines(
-    mode: Mode, dtype: str, stages: Sequence[str], transposed: Sequence[str], term: str, parts: int = 1, part: int = 0
+    mode: Mode,
+    dtype: str,
+    stages: Sequence[str],
+    transposed: Sequence[str],
+    term: str,
+    parts: int = 1,
+    part: int = 0,
+    number: str = "c.part()",
 ) -> list[str]:
     """A mode's weight to where `stages` have it, and `transposed` ones the other way round: that of a `term`, or one of
-    `parts` of its rows. Transposed ones may take `part` of its columns, the last of which may not be whole."""
+    `parts` of its rows. Transposed ones may take `part` of its columns, by its `number`, the last of which may not be
+    whole."""
     lines = [
         f"auto w{j} = static_cast<const Element*>(c.params.weights[{weight}]) + {term} * {q // parts * p};"
         for j, (weight, q, p) in enumerate(mode.parts)
@@ -440,7 +451,7 @@ def load_weight_lines(
             make = f"[&](int q, int p) {{ return narrow<Element>({made}); }}"
             lines.append(f"c.template make_weight<{stage}, false>(term, {make});")
     made = f"w0[q * {mode.p} + p]" if len(mode.parts) == 1 else f"narrow<Element>({made})"
-    begin = f"p += c.part() * {part}; if (p >= {mode.p}) return Element{{}}; " if part else ""
+    begin = f"p += {number} * {part}; if (p >= {mode.p}) return Element{{}}; " if part else ""
     for stage in transposed:
         lines.append(f"c.template make_weight<{stage}, true>(term, [&](int p, int q) {{ {begin}return {made}; }});")
     return lines

@@ -12,12 +12,12 @@ import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.chain_backward import Places
-from factorlayer.kernels.gradient import REDUCTION_US, finished
+from factorlayer.kernels.gradient import REDUCTION_US, OfVisit, States, finished
 from factorlayer.kernels.passes import STATES, Pass
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
@@ -25,11 +25,17 @@ from factorlayer.maths.spec import Contraction
 from factorlayer.plan.cuts import MOST_MODES, around, as_one, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import PASS_WEIGHT
+from factorlayer.plan.products import evenly_us
+from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
 from factorlayer.plan.registry.product import OF_TURN, OF_WEIGHT
 from factorlayer.plan.works import least_of_sample
 
+# Times that a visit of one weight has to be predicted to be faster by two passes: by a gradient of Hopper's or in 16
+# bits, and by other ones, beside which visits whose weight several blocks share take 0.62 to 0.85 of what is predicted
+# (docs/kernels/visits.md)
+APART_WIDE, APART = 1.1, 1.4
 MOST_VISITS = 4  # of a chain: of 76 drawn layers none was predicted to be faster with more
 
 
@@ -130,13 +136,12 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
             terms_g=sums and number < last,
             terms_y=sums,
         )
-        visit = _tiled(CHAIN_BACKWARD, work, places, batch, gpu)
-        if visit is None:
+        by_one = _at_once(work, places, before, batch, gpu)
+        visit = _or_apart(by_one, work, replace(places, y=before if number else "y"), batch, gpu)
+        if not visit:
             return None
-        if number and visit.parts == 1:  # where no other block reads what this one overwrites
-            visit = replace(visit, places=replace(places, y=before))
-        returned = visit.places.y
-        back.append(visit)
+        returned = visit[-1].writes
+        back += visit
         made = (*forward, *back)
         if _us(made) + sum(least[len(made) :]) > most:
             return None
@@ -149,6 +154,58 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
     return (*forward, *finished(back))
 
 
+def _at_once(work: Work, places: Places, before: str, batch: int, gpu: Gpu) -> tuple[Any, ...]:
+    """A visit by one pass, which leaves the gradient of the state that it has read in that one's place, `before`, where
+    no other block reads what this one overwrites."""
+    visit = _tiled(CHAIN_BACKWARD, work, places, batch, gpu)
+    if visit and before in STATES and visit.parts == 1:
+        visit = replace(visit, places=replace(places, y=before))
+    return (visit,) if visit else ()
+
+
+def _or_apart(visit: tuple[Any, ...], work: Work, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The visit by one pass, or what is faster where there is none, or the sums of its one weight are so many that
+    several blocks share them, each of which reads both states: a pass that makes its gradient, and, if it is wanted,
+    one that takes grad_y back through it."""
+    (_, mode), *more = work.steps
+    if more or work.inputs or len(mode.parts) > 1 or any(p.parts == 1 for p in visit):
+        return visit
+    passes = 2 if places.y else 1
+    moved = passes * sum(math.prod(state) for state in work.states) * work.outer * work.inner
+    least = passes * gpu.rates.behind_us + batch * least_of_sample(work, moved, passes, gpu)
+    if visit and least >= _us(visit):
+        return visit
+    product = _tiled(RESIDENT, _back_through(work, places.terms_g), batch, gpu) if places.y else None
+    gradient = _of_one_weight(work.unnumbered, places.terms_x, places.terms_g, batch, gpu)
+    if gradient is None or (places.y and product is None):
+        return visit
+    made = cast(Pass, OfVisit(gradient, places.x, places.g, places.begin, places.grad))
+    back = [replace(product, takes=places.g or f"@{places.grad}", gives=places.y)] if product else []
+    is_wide = "wgmma" in family_of(gradient).takes.needs
+    margin = APART_WIDE if is_wide or made.size == 2 else APART
+    apart = made, *back
+    taken = margin * evenly_us((*apart, *made.finishing), batch)
+    return visit if visit and evenly_us(visit, batch) <= taken else apart
+
+
+@functools.lru_cache(512)
+def _of_one_weight(work: Work, terms_x: bool, terms_g: bool, batch: int, gpu: Gpu) -> Any:
+    """The pass that makes the gradient of the weight of a work's one mode."""
+    ((at, mode),) = work.steps
+    outer, inner = (math.prod(sizes) for sizes in (work.sizes[:at], work.sizes[at + 1 :]))
+    c = Contraction(0, work.outer * outer, mode.p, mode.q, work.inner * inner, tied=True)
+    x, g = (c.outer * n * c.inner for n in (c.p, c.q))
+    states = States(work.terms, x * terms_x, g * terms_g)
+    return next(iter(fastest(OF_WEIGHT, c, work.dtype, batch, gpu, states=states)), None)
+
+
+def _back_through(work: Work, apart: bool) -> Work:
+    """The work that takes a gradient back through one mode, of a sum those of all terms, or one for each."""
+    ((at, mode),) = work.steps
+    turned = Mode(tuple((weight, p, q) for weight, q, p in mode.parts))
+    return replace(work, sizes=work.states[-1], steps=((at, turned),), bias=False, transposed=True, apart=apart)
+
+
 def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
     """The visit that reads the x of a sum of products: either a block has all terms of a tile and adds up what comes
     back to x, or it has one term, and a pass behind it adds that up."""
@@ -157,7 +214,8 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     if together:
         ways.append((together,))
     alone = replace(work, rank=1, terms=rank, apart=False)
-    visit = _tiled(CHAIN_BACKWARD, alone, replace(places, y=""), batch, gpu)
+    of_weights = replace(places, y="")
+    visit = _or_apart(_at_once(alone, of_weights, "x", batch, gpu), alone, of_weights, batch, gpu)
     steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(work.steps))
     back = replace(
         work, sizes=work.states[-1], steps=steps, rank=rank, terms=1, apart=places.terms_g, bias=False, transposed=True
@@ -165,7 +223,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     summed = _tiled(RESIDENT, back, batch, gpu) if visit and not work.inputs else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
-        ways.append((visit, summed))
+        ways.append((*visit, summed))
     return min(ways, key=_us, default=None)
 
 

@@ -8,7 +8,8 @@
 // one block for a tile, it writes elements.
 //
 // Pass:  Math, Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, INNER, ROWS (of a sample), OUTER (of groups), TIED; WM, WN, WG,
-//        MT, NT, BK, RUN; LEAST (chunks for a block), MOST (blocks for a tile)
+//        MT, NT, BK, RUN; LEAST (chunks for a block), MOST (blocks for a tile); TERMS of a sum, each with weights of its own, and
+//        X_TERM and G_TERM, a sample's features where X or G has a state for each term, one behind the other, or 0
 #pragma once
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
@@ -33,7 +34,8 @@ template <class Pass> struct Gradient {
   static constexpr int stride(int width) { return kSize == 8 ? width + 4 : width % 16 ? width : width + 8; }  // of k's in shared memory
   static constexpr int kLeft = WG * BK * stride(BM) * kSize, kSlot = kLeft + WG * BK * stride(BN) * kSize;
   static constexpr int kTilesQ = ceil_div(Q, BM), kTilesP = ceil_div(P, BN), kGroupTiles = ceil_div(kGroups ? INNER : 1, WG);
-  static constexpr i64 kWeights = i64(P) * Q * (Pass::TIED ? 1 : Pass::OUTER * INNER);
+  static constexpr i64 kWeights = i64(P) * Q * (Pass::TIED ? Pass::TERMS : Pass::OUTER * INNER);
+  static_assert(Pass::TIED || Pass::TERMS == 1);
 
   using Run = Words<RUN * kSize>;
   using Sums = Sum<Element>[MT][NT][4];
@@ -45,7 +47,7 @@ template <class Pass> struct Gradient {
   const int thread, row, column, part;  // this warp's first row and column in a tile, and its group
   const u32 memory;
   const i64 rows;
-  int q, p, inner, outer;  // where the tile begins
+  int q, p, inner, outer, term;  // where the tile begins
 
   DEVICE Gradient(const Params& given)
       : params(given), thread(threadIdx.x), row(thread / 32 % Pass::WM * MT * 16),
@@ -53,7 +55,7 @@ template <class Pass> struct Gradient {
         memory(shared_address(shared_memory)), rows(given.batch * Pass::ROWS) {
     const int tile = blockIdx.y, group = tile / (kTilesQ * kTilesP);
     q = tile % kTilesQ * BM, p = tile / kTilesQ % kTilesP * BN;
-    inner = group % kGroupTiles * WG, outer = group / kGroupTiles;
+    inner = group % kGroupTiles * WG, outer = Pass::TIED ? 0 : group / kGroupTiles, term = Pass::TERMS > 1 ? group : 0;
   }
 
   // A run of a chunk: its first k, column and group, in an order in which neighbouring threads read what is side by side.
@@ -131,7 +133,7 @@ template <class Pass> struct Gradient {
   DEVICE void store(const Sums& y) const {
     using Result = typename Pass::Result;
     Result* to = static_cast<Result*>(params.y) + blockIdx.x * kWeights;
-    const int group = Pass::TIED ? 0 : outer * INNER + inner + part;
+    const int group = Pass::TIED ? term : outer * INNER + inner + part;
     if (kGroups && INNER % WG && inner + part >= INNER) return;
     UNROLL for (int m = 0; m < MT; ++m)
       UNROLL for (int n = 0; n < NT; ++n)
@@ -149,8 +151,8 @@ template <class Pass> struct Gradient {
   }
 
   DEVICE void run() const {
-    const Element* x = static_cast<const Element*>(params.x);
-    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]);
+    const Element* x = static_cast<const Element*>(params.x) + term * params.batch * Pass::X_TERM;
+    const Element* g = static_cast<const Element*>(params.weights[Pass::WEIGHT]) + term * params.batch * Pass::G_TERM;
     const i64 chunks = (rows + kRowsHere - 1) / kRowsHere * kChunksOfRow;
     Run next_g[kCountG], next_x[kCountX];
     const auto fetch_both = [&](i64 chunk) {

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, TileSums
+from factorlayer.kernels.gradient import NO_SUM, REDUCTION_US, SUM_BYTES, States, TileSums
 from factorlayer.kernels.passes import MOST_BLOCKS
 from factorlayer.kernels.product.wide import every_of, reach
 from factorlayer.kernels.work import round_up
@@ -62,6 +62,7 @@ class WideGradient(TileSums):
     us: float = 0.0
     grad: int = 0  # the parameter that grad_y is
     stays: bool = False
+    states: States = NO_SUM
 
     blocks = 1  # at once on a multiprocessor
 
@@ -162,6 +163,7 @@ class WideGradient(TileSums):
         held = held and (self.size == 2 or loaded <= MOST_LOADED)
         bounded = self.every == 1 or self.every * c.weight_size * SUM_BYTES[self.dtype] <= MOST_SUMS_BYTES
         parted = self.across == 1 or self.bn % 64 == 0  # slabs belong to one tile
+        bounded = bounded and not (self.is_shifted and self.states.terms > 1)  # where a term begins, samples say
         return held and bounded and parted and self.slots >= 2 and self.tiles <= MOST_BLOCKS
 
     @property
@@ -181,7 +183,9 @@ class WideGradient(TileSums):
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        return -(-reach(c.q, self.size) // self.bm) * self.across * (1 if c.tied else c.outer) * self.every
+        return (
+            -(-reach(c.q, self.size) // self.bm) * self.across * (self.states.terms if c.tied else c.outer) * self.every
+        )
 
     @property
     def units_per_sample(self) -> int:
@@ -214,6 +218,7 @@ class WideGradient(TileSums):
         told: Told = {"Element": ELEMENT[self.dtype], "Result": self.result, "WEIGHT": self.grad, "P": c.p, "Q": c.q}
         told |= {"GROUPS": 1 if c.tied else c.outer, "ROWS": self.units_per_sample, "MORE": more, "FEWER": fewer}
         told |= {"WM": self.wm, "WN": self.wn, "HEIGHT": self.height, "N": self.n, "SLOTS": self.slots}
+        told |= {"TERMS": self.states.terms, "X_TERM": self.states.x, "G_TERM": self.states.g}
         told |= {"EVERY": self.every, "HELD": self.held, "SPLIT": self.is_split, "BIAS": self.bias}
         told |= dict(zip(("MIXED_ROWS", "MIXED_COLUMNS"), self.mixed or (c.q, 1), strict=True))
         return constants(told)
@@ -226,14 +231,17 @@ def tile(
     gpu: Gpu,
     bias: bool = False,
     mixed: tuple[int, int] | None = None,
+    states: States = NO_SUM,
 ) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
-    timed = ((_time(plan), plan) for plan in tilings(contraction, dtype, batch, gpu, bias))
+    timed = ((_time(plan), plan) for plan in tilings(contraction, dtype, batch, gpu, bias, states))
     found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
     return replace(found[1], us=found[0], mixed=mixed) if found else None
 
 
-def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False) -> Iterator[WideGradient]:
+def tilings(
+    c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False, states: States = NO_SUM
+) -> Iterator[WideGradient]:
     if not gpu.wgmma or dtype not in DTYPES or c.inner > 1:
         return
     if bias and (c.outer > 1 or not c.tied or dtype == "float32"):
@@ -246,7 +254,7 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, bias: bool = False
         widths = {n for n in (64, 128, 192, 256) if n < c.p + 64}
         widths |= {96} if wn == 2 and dtype == "tf32" else set()
         for n in widths | ({whole} if wn == 1 and whole <= 256 else set()):
-            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias)
+            plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias, states=states)
             if plan.fits:
                 yield plan
 
@@ -275,7 +283,7 @@ def _time(plan: WideGradient) -> float:
     chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / STORE_RATE + plan.is_shifted * plan.height * STAGED_US
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + TILE_US)
-    memory = plan.size * rows * (c.p + c.q) * (1 if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
+    memory = plan.size * rows * (c.p + c.q) * (plan.states.terms if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.every * plan.weights * SUM_BYTES[plan.dtype]
     summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
     return START_US + max(busy, memory) + 0.1 * min(busy, memory) + summed

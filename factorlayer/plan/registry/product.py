@@ -84,6 +84,7 @@ GRADIENT = Family(
     margin=Margin(
         1.0, 2.0, _is_of_many_floats, f"beside wide gradients, where warps multiply many floats: {ON_TABLES}"
     ),
+    told=("states",),
 )
 WIDE_GRADIENT = Family(
     "The gradient of a large weight, and of a bias with it",
@@ -91,7 +92,7 @@ WIDE_GRADIENT = Family(
     (wide_gradient.WideGradient,),
     "gradients",
     Takes(wide_gradient.DTYPES, ("wgmma",), (1, 1), more="nothing behind the mode"),
-    told=("bias", "mixed"),
+    told=("bias", "mixed", "states"),
 )
 OF_WEIGHT = (GRADIENT, WIDE_GRADIENT)
 OF_WEIGHT_AND_BIAS = (WIDE_GRADIENT,)

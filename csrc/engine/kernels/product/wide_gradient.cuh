@@ -16,11 +16,14 @@
 // block has such rows alone, by whole pieces; its tile begins where its first piece does, and what its columns have of
 // other rows or groups makes sums that nobody stores. So there are EVERY sums for each weight and block along x.
 //
+// Of a sum of products TERMS have weights of their own, one behind another, each made by blocks of its own.
+//
 // With BIAS (one group, nothing split) the sums of G's columns are made as well, and lie behind those of the weight: in 16
 // bits as products with ones, in tf32 by consumers, who add what they have loaded before they round it.
 // kernels/product/wide_gradient.py writes the constants:
 //
-// Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, ROWS (of a sample), WM, WN,
+// Pass:  Element, Result (what is written), WEIGHT (the parameter that G is), P, Q, GROUPS, TERMS, X_TERM and G_TERM (a sample's
+//        features where X or G has a state for each term, one behind the other, or 0), ROWS (of a sample), WM, WN,
 //        HEIGHT, N, MIXED_ROWS and MIXED_COLUMNS (as untied_backward.cuh has them), SLOTS, EVERY, HELD, BIAS, MORE and FEWER
 //        (registers of consumers and producers; 0: as they are), SPLIT (float as three products of tf32)
 #pragma once
@@ -49,10 +52,11 @@ template <class Pass> struct WideGradient {
   // Behind the slots ones, of which 16 rows of 128 bytes are more than a right operand of eight columns has, and barriers
   static constexpr int kOnes = Pass::SLOTS * kSlotBytes, kOnesBytes = Pass::BIAS && kTurns ? 2048 : 0;
   static constexpr int kFull = kOnes + kOnesBytes;
-  static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS;
+  static constexpr i64 kWeights = i64(P) * Q * Pass::GROUPS * Pass::TERMS;
   static constexpr i64 kPart = kWeights + (Pass::BIAS ? Q : 0);  // sums that a block's are among
   static constexpr bool kSideBySide = P % 4 == 0 && kPart % 4 == 0;  // sums are stored by four
-  static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && !Pass::SPLIT));
+  static_assert(!Pass::BIAS || (Pass::GROUPS == 1 && Pass::TERMS == 1 && !Pass::SPLIT));
+  static_assert(Pass::TERMS == 1 || (Pass::GROUPS == 1 && !kShifted), "where a term begins, the number of samples says");
   static_assert(kStepX % kPiece == 0 && kStepG % kPiece == 0, "rows of a block begin at one place of a piece");
   static_assert(N % (kTurns ? 16 : 32) == 0, "sums that change places or lie in their order");
   static_assert(kTilesP == 1 || BN % 64 == 0, "slabs belong to one tile");
@@ -77,16 +81,20 @@ template <class Pass> struct WideGradient {
   struct Tile { int q, p, group, first; };  // columns, from the first piece on, and the first row
   static DEVICE int shift(i64 element) { return kShifted ? int(element % kPiece) : 0; }
   static DEVICE Tile tile() {
-    const int n = blockIdx.y, group = n / (kTilesQ * kTilesP) % Pass::GROUPS, first = n / (kTilesQ * kTilesP * Pass::GROUPS);
+    constexpr int kGroups = Pass::GROUPS * Pass::TERMS;  // terms are groups of the weights', but not of rows
+    const int n = blockIdx.y, group = n / (kTilesQ * kTilesP) % kGroups, first = n / (kTilesQ * kTilesP * kGroups);
+    if constexpr (Pass::TERMS > 1) return {n % kTilesQ * BM, n / kTilesQ % kTilesP * BN, group, first};
     return {n % kTilesQ * BM - shift(first * kRowG + i64(group) * Q),
             n / kTilesQ % kTilesP * BN - shift(first * kRowX + i64(group) * P), group, first};
   }
   // Where the block's first row has the tile's first column
   DEVICE const Element* begin_g(const Tile& at) const {
-    return static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (at.first * kRowG + i64(at.group) * Q + at.q);
+    const i64 group = Pass::TERMS > 1 ? at.group * params.batch * Pass::G_TERM : i64(at.group) * Q;
+    return static_cast<const Element*>(params.weights[Pass::WEIGHT]) + (at.first * kRowG + group + at.q);
   }
   DEVICE const Element* begin_x(const Tile& at) const {
-    return static_cast<const Element*>(params.x) + (at.first * kRowX + i64(at.group) * P + at.p);
+    const i64 group = Pass::TERMS > 1 ? at.group * params.batch * Pass::X_TERM : i64(at.group) * P;
+    return static_cast<const Element*>(params.x) + (at.first * kRowX + group + at.p);
   }
 
   // Eight threads take the pieces of a row, and each of them every 16th row. `from` is a thread's first piece, `rows_left` and
