@@ -413,9 +413,8 @@ def _load_weights(plan: Resident) -> list[str]:
         if plan.parts > 1 and step == 0:
             term, parts = "blockIdx.y", plan.parts
         if plan.work.transposed:
-            mode = Mode(tuple((weight, p, q) for weight, q, p in mode.parts))
-            part = ("0", 1, mode.p // parts, "blockIdx.y") if parts > 1 else (term,)
-            loading = load_weight_lines(mode, plan.work.dtype, [], [stage], *part)
+            part = ("0", 1, mode.q // parts, "blockIdx.y") if parts > 1 else (term,)
+            loading = load_weight_lines(mode.turned, plan.work.dtype, [], [stage], *part)
         else:
             loading = load_weight_lines(mode, plan.work.dtype, [stage], [], term, parts)
         lines += [f"  {line}" for line in loading]

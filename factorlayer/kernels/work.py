@@ -97,6 +97,11 @@ class Mode:
     def q(self) -> int:
         return math.prod(q for _, q, _ in self.parts)
 
+    @property
+    def turned(self) -> Mode:
+        """The one of weights that lie the other way round."""
+        return Mode(tuple((weight, p, q) for weight, q, p in self.parts))
+
 
 def as_two(modes: tuple[Mode, ...]) -> Iterator[tuple[Mode, Mode]]:
     """Ways to take neighbouring modes as one, so that there are two."""

@@ -200,10 +200,9 @@ def _of_one_weight(work: Work, terms_x: bool, terms_g: bool, batch: int, gpu: Gp
 
 
 def _back_through(work: Work, apart: bool) -> Work:
-    """The work that takes a gradient back through one mode, of a sum those of all terms, or one for each."""
-    ((at, mode),) = work.steps
-    turned = Mode(tuple((weight, p, q) for weight, q, p in mode.parts))
-    return replace(work, sizes=work.states[-1], steps=((at, turned),), bias=False, transposed=True, apart=apart)
+    """The work that goes back through the modes of a work, `apart` if each term has a gradient of its own."""
+    steps = tuple((at, mode.turned) for at, mode in reversed(work.steps))
+    return replace(work, sizes=work.states[-1], steps=steps, bias=False, transposed=True, apart=apart)
 
 
 def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...] | None:
@@ -216,10 +215,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     alone = replace(work, rank=1, terms=rank, apart=False)
     of_weights = replace(places, y="")
     visit = _or_apart(_at_once(alone, of_weights, "x", batch, gpu), alone, of_weights, batch, gpu)
-    steps = tuple((at, Mode(tuple((w, p, q) for w, q, p in mode.parts))) for at, mode in reversed(work.steps))
-    back = replace(
-        work, sizes=work.states[-1], steps=steps, rank=rank, terms=1, apart=places.terms_g, bias=False, transposed=True
-    )
+    back = _back_through(replace(work, rank=rank, terms=1), places.terms_g)
     summed = _tiled(RESIDENT, back, batch, gpu) if visit and not work.inputs else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
