@@ -16,7 +16,7 @@ from factorlayer.device.code import ELEMENT, Long, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.factor_gradients import FactorGradients
-from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Placed
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -311,23 +311,15 @@ class BlockSums(Sums):
         return int(self.most * self.weights * SUM_BYTES[self.dtype])
 
 
-class OfVisit:
+class OfVisit(Placed):
     """The pass that makes the gradient of a visit's one weight from a state and its gradient, which lie in buffers of
-    the plan, or are x and grad_y: all else is as the pass says."""
+    the plan, or are x and grad_y."""
 
     gradients_to = "w"
 
     def __init__(self, of: Any, x: str, g: str, begin: int, grad: int) -> None:
-        self.of = replace(of, stays=True, grad=grad)
+        super().__init__(replace(of, stays=True, grad=grad))
         self.reads, self.beside, self.begin = x, (g, grad) if g else ("", 0), begin
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "of":  # of a copy that is not made yet
-            raise AttributeError(name)
-        return getattr(self.of, name)
-
-    def __str__(self) -> str:
-        return str(self.of)
 
     @property
     def finishing(self) -> tuple[Pass, ...]:

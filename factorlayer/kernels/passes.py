@@ -252,6 +252,22 @@ def in_words(kind: type[Pass]) -> str:
     return re.sub("(?<!^)(?=[A-Z])", " ", kind.__name__).lower()
 
 
+class Placed:
+    """A pass that stands elsewhere in a plan than its family has it: what it reads and writes is said anew, all else is
+    as it says itself."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "of":  # of a copy that is not made yet
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+    def __str__(self) -> str:
+        return str(self.of)
+
+
 class OneSpread(Pass):
     """A pass whose blocks, along y of the grid, share all there is, however many samples there are."""
 

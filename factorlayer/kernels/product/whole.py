@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient
-from factorlayer.kernels.passes import OneSpread, Pass, Preparing
+from factorlayer.kernels.passes import OneSpread, Pass, Placed, Preparing
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.wide_gradient import WideGradient
 from factorlayer.kernels.work import round_up
@@ -139,24 +139,15 @@ class Largest(Preparing):
         return int(self.of.end)
 
 
-class Instead:
-    """A pass of a dense layer that has what is prepared in the place of the first weight, and `x` in that of x: all
-    else is as the pass says."""
+class Instead(Placed):
+    """A pass of a dense layer that has what is prepared in the place of the first weight, and `x` in that of x."""
 
     beside = "s2", 0
 
     def __init__(self, of: Pass, x: str, scaled: bool) -> None:
-        self.of = of
+        super().__init__(of)
         self.reads_prepared = scaled or of.reads_prepared
         self.reads, self.writes = ("none", "s2") if of.reads == "none" else (x, "y")
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "of":  # of a copy that is not made yet
-            raise AttributeError(name)
-        return getattr(self.of, name)
-
-    def __str__(self) -> str:
-        return str(self.of)
 
 
 def forward(weight: WholeWeight, weights: int, product: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -180,12 +180,15 @@ class WideGradient(TileSums):
         """Tiles of a row of the gradient."""
         return -(-reach(self.contraction.p, self.size) // self.bn)
 
+    @property
+    def weighted(self) -> int:
+        """Groups, or terms, that have weights of their own."""
+        return self.states.terms if self.contraction.tied else self.contraction.outer
+
     @kept
     def tiles(self) -> int:
         c = self.contraction
-        return (
-            -(-reach(c.q, self.size) // self.bm) * self.across * (self.states.terms if c.tied else c.outer) * self.every
-        )
+        return -(-reach(c.q, self.size) // self.bm) * self.across * self.weighted * self.every
 
     @property
     def units_per_sample(self) -> int:
@@ -283,7 +286,7 @@ def _time(plan: WideGradient) -> float:
     chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
     store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / STORE_RATE + plan.is_shifted * plan.height * STAGED_US
     busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + TILE_US)
-    memory = plan.size * rows * (c.p + c.q) * (plan.states.terms if c.tied else c.outer) / (gpu.memory_bytes * gpu.sms)
+    memory = plan.size * rows * (c.p + c.q) * plan.weighted / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.every * plan.weights * SUM_BYTES[plan.dtype]
     summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
     return START_US + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -7,8 +7,7 @@ and in tuples, OF_ what they are asked for, their order. `python -m factorlayer.
 
 from __future__ import annotations
 
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.whole import Instead
+from factorlayer.kernels.passes import Pass, Placed
 from factorlayer.plan.registry import kronecker, monarch, product, recurrent, stack
 from factorlayer.plan.registry.family import Family
 
@@ -54,4 +53,4 @@ _FAMILY_OF: dict[type[Pass], Family] = {kind: family for family in reversed(fami
 
 def family_of(made: Pass) -> Family:
     """The one that a pass is of."""
-    return _FAMILY_OF[type(made.of if isinstance(made, Instead) else made)]
+    return _FAMILY_OF[type(made.of if isinstance(made, Placed) else made)]
