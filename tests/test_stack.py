@@ -18,8 +18,9 @@ import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
 from factorlayer.activations.texts import activation_of
-from factorlayer.autograd.layer_ops import not_at_once
-from factorlayer.autograd.layerwise import backward_by_layers, handed_back
+from factorlayer.autograd.layer_ops import has_kernel, not_at_once
+from factorlayer.autograd.layerwise import backward_by_layers, handed_back, has_backward, texts_by_layers
+from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.stack_ops import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
@@ -316,6 +317,27 @@ def test_training_begins_with_all_kernels(activation: str, tf32: bool, monkeypat
         texts = [text for text, _ in prepared[-1]]
         assert [text.removesuffix(STATES) for text in texts] == [*forward, *dict.fromkeys(ran)]
         assert {samples for _, samples in prepared[-1]} == {66 if passes == 1 else 64, 1}
+
+
+@pytest.mark.parametrize("samples", [5, 70, 3000, 100000])
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        *(("tied 0 1 128 127 1; bias; relu", torch.float32), ("tied 0 1 64 256 1; bias", torch.bfloat16)),
+        *(("tied 0 1 200 64 1; bias; tanh", torch.float32), ("tied 0 1 64 64 1; bias; tanh", torch.float64)),
+    ],
+)
+def test_a_kernel_of_all_gradients_is_asked_for_where_so_many_samples_have_one(
+    layer: str, dtype: torch.dtype, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some classes of batches have one for these layers, and others have not."""
+    be_hopper(monkeypatch)
+    classes = range(class_of_batch(1 << 20) + 1)
+    there = {has_backward(layer, dtype, -1, each) for each in classes}
+    asked = texts_by_layers(layer, range(Chain.parse(layer).tensors + 1), samples, dtype, -1)
+    assert there == {False, True} and asked
+    for text, batch in asked:
+        assert has_kernel(text, dtype, -1, class_of_batch(batch)), text
 
 
 @pytest.mark.parametrize("frozen", ["x", "first", "weights", "biases", "all but x", "all but the first"])

@@ -79,7 +79,7 @@ def _why_concatenated(text: str, dtype: torch.dtype, device: int, batch_class: i
     layers = parse_layers(text)
     if sum(layer.tensors for layer in layers) + len(layers[0].inputs) > MAX_WEIGHTS:
         return f"CUDA kernels take {MAX_WEIGHTS} weights, biases and inputs at most"
-    if not has_kernel(text, dtype, device, few=batch_class == 0):
+    if not has_kernel(text, dtype, device, batch_class):
         return "no kernel that takes this reads x from several tensors"
     each = [layer.alone.text for layer in layers]
     ways = each, [" | ".join(each)]
@@ -252,7 +252,7 @@ def _at_once(text: str, dtype: torch.dtype, device: int, batch_class: int) -> tu
         return back, "its activation has parameters"
     if len(chain.contractions) + 2 * len(chain.inputs) > MAX_WEIGHTS:
         return back, f"CUDA kernels take {MAX_WEIGHTS} weights, inputs and gradients of these at most"
-    if not has_kernel(back, dtype, device, few=batch_class == 0):
+    if not has_kernel(back, dtype, device, batch_class):
         return back, "no plan for all gradients reads x from several tensors"
     ops, batch = cuda_ops(device, dtype), BATCHES[batch_class]
     alone = [asked for asked, _ in launched_texts(plain.alone.text, ops.fits_of(batch), batch, us=ops.us)]

@@ -138,9 +138,9 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
 
 @functools.lru_cache(1024)
-def has_kernel(text: str, dtype: torch.dtype, device: int, few: bool = False) -> bool:
-    """Whether the engine has kernels of its own for a text, of many samples or of `few`."""
-    return ask_planner("has_plan", text, dtype, 0 if few else SOME, device) == "True"
+def has_kernel(text: str, dtype: torch.dtype, device: int, batch_class: int = SOME) -> bool:
+    """Whether the engine has kernels of its own for a text, of so many samples."""
+    return ask_planner("has_plan", text, dtype, batch_class, device) == "True"
 
 
 def ask_planner(question: str, text: str, dtype: torch.dtype, batch_class: int, device: int) -> str:
@@ -559,7 +559,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         return has_kernel(chain.text, dtype, device)
 
     def fits_few(chain: Chain) -> bool:
-        return has_kernel(chain.text, dtype, device, few=True)
+        return has_kernel(chain.text, dtype, device, 0)
 
     def us_of(batch: int) -> Callable[[str], float]:
         return lambda text: predicted_us(text, batch, dtype, device)

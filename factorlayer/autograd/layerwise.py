@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,10 +40,7 @@ if missing_extension is None:
 def has_backward(layer: str, dtype: torch.dtype, device: int, batch_class: int = LAST) -> bool:
     """Whether one kernel makes all gradients of a layer, with those of its activation, and is what a plan of so many
     samples takes."""
-    text = f"{layer} | backward"
-    if batch_class == LAST:
-        return float(ask_planner("predicted", text, dtype, LAST, device)) < math.inf
-    return has_kernel(text, dtype, device, few=batch_class == 0)
+    return has_kernel(f"{layer} | backward", dtype, device, batch_class)
 
 
 @functools.lru_cache(1024)
