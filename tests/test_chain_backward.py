@@ -168,6 +168,39 @@ def test_visits_are_right(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "rank", "dtype", "batch", "count", "shared"),
+    [
+        ((1, 16), 1, "float64", 5, 1, 232448),
+        ((7, 9), 2, "float16", 9, 1, 232448),
+        ((12, 20), 1, "float32", 3, 1, 232448),
+        ((2, 3, 2, 19), 1, "tf32", 6, 2, 232448),
+        ((3, 2, 16), 2, "bfloat16", 5, 1, 232448),
+        ((9, 4, 41), 1, "float64", 3, 2, 30000),  # chunks of 16
+    ],
+    ids=str,
+)
+def test_an_infinite_weight_meets_no_zeros(
+    sizes: tuple[int, ...], rank: int, dtype: str, batch: int, count: int, shared: int, emulator: Emulator
+) -> None:
+    """Units that the last tile has not, and columns that the last chunk has not, add nothing to a gradient."""
+    spec = dataclasses.replace(kronecker(sizes, sizes), rank=rank)
+    found = visits(spec, dtype, 16, dataclasses.replace(Gpu.of(90), sms=2, shared=shared), count)
+    kernels = emulator.compile(found)
+    draw = drawing(found.dtype)
+    x, grad = abs(draw(batch, spec.in_features)), abs(draw(batch, spec.out_features))
+    weights = [abs(draw(*shape)) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    for sick in range(len(sizes)):
+        given = [weight.copy() for weight in weights]
+        given[sick].flat[0] = np.inf
+        outputs, errors = emulator.run(found, kernels, x, [*given, grad], None, blocks=2, seed=sick)
+        assert not errors
+        for made, right in zip(gradients_of(outputs, found, spec), right_gradients(spec, x, given, grad), strict=True):
+            assert not np.isnan(right).any()
+            np.testing.assert_array_equal(np.isposinf(made), np.isposinf(right))
+            assert not np.isnan(made).any()
+
+
+@pytest.mark.parametrize(
     ("sizes_in", "sizes_out", "rank", "count"),
     [((4, 6, 20), (6, 4, 24), 3, 1), ((4, 6, 20), (6, 4, 24), 3, 2), ((2, 2, 70, 3), (2, 2, 70, 3), 2, 2)],
     ids=str,

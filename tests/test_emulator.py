@@ -324,8 +324,8 @@ def test_is_right_in_any_order_and_keeps_samples_apart(case: Case, emulator: Emu
     y, errors = run(run.x, seed=1)
     assert not errors
     right = run.right()
-    error = np.linalg.norm(y - right) / np.linalg.norm(right)
-    assert error <= 2 * EPS[case.dtype] * len(case.plan.chain.contractions)
+    distance = np.linalg.norm(y - right)  # nothing, where an activation makes nothing but zeros
+    assert distance <= 2 * EPS[case.dtype] * len(case.plan.chain.contractions) * np.linalg.norm(right)
 
     broken = run.x.copy()
     sick = case.batch // 2

@@ -224,10 +224,14 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
       return load_sum(from, Sum<Element>());
   }
 
+  struct Everything {
+    DEVICE bool operator()(int, int) const { return true; }
+  };
   // One contraction of a small mode, for which the matrix unit would multiply padding: a thread has a column, or two neighbours,
-  // and all of the weight, or of each of some TERMS' that are summed, whose states are APART bytes from each other.
-  template <class S, bool LAST, int TERMS = 1, int APART = 0>
-  DEVICE void by_threads(int term, u32 state, u32 to, i64 unit) const {
+  // and all of the weight, or of each of some TERMS' that are summed, whose states are APART bytes from each other. What is not
+  // `there`, a row of the state and a column behind its mode, gets zeros.
+  template <class S, bool LAST, int TERMS = 1, int APART = 0, class There = Everything>
+  DEVICE void by_threads(int term, u32 state, u32 to, i64 unit, There there = {}) const {
     using Real = Sum<Element>;
     using Out = typename S::Out;
     constexpr int kWide = !S::BY_ROWS && S::PAIRS && S::I % 2 == 0 && kSize == 2 ? 2 : 1;
@@ -266,6 +270,9 @@ template <class Pass> struct Chain : HeldWeights<Pass> {
           UNROLL for (int q = 0; q < S::Q; ++q)
             UNROLL for (int k = 0; k < kWide; ++k) y[q][k] += w[t][q][p] * x[k];
         }
+      UNROLL for (int q = 0; q < S::Q; ++q)
+        UNROLL for (int k = 0; k < kWide; ++k)
+          if (!there(o, i + k)) y[q][k] = 0;
       const u32 place = to + (Out::at(o * S::Q * S::I) + Out::at(i)) * kSize;
       UNROLL for (int q = 0; q < S::Q; ++q) {
         Real grad[2] = {};

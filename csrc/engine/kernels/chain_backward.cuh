@@ -72,16 +72,43 @@ template <class Pass> struct ChainBackward : Chain<Pass> {
     }
   }
 
+  // What a tile has of a state: of each ROWS of it, a unit, and of columns behind the mode those of a chunk that is not whole. The
+  // rest is zeros in every state: an infinite weight makes a NaN of them, and gradients of weights are summed over all.
+  template <int ROWS> struct Present {
+    using R = typename Pass::Input;
+    const int units, chunk;
+    DEVICE explicit Present(int units, i64 first) : units(units), chunk(R::chunk(first)) {}
+    DEVICE bool all() const { return R::WIDTH == 0 && (Pass::UNITS == 1 || units == Pass::UNITS); }
+    DEVICE bool operator()(int row, int column) const {
+      const int unit = Pass::UNITS > 1 ? row / ROWS : 0;
+      const bool in_chunk = R::WIDTH == 0 || column % R::C < R::WIDTH - (chunk + unit) % R::CHUNKS * R::C;
+      return (Pass::UNITS == 1 || unit < units) && in_chunk;
+    }
+  };
+  template <class S, class There> DEVICE void clear_missing(typename Base::template Sums<S>& y, int tile, There there) const {
+    const auto [row, o, i] = Base::template corner<S>(tile);
+    UNROLL for (int n = 0; n < S::NT; ++n) {
+      const int down = !S::BY_ROWS && S::DOWN > 1 ? n * 8 / S::IP : 0;
+      UNROLL for (int m = 0; m < S::MT; ++m)
+        UNROLL for (int j = 0; j < 4; ++j)
+          if (S::BY_ROWS ? !there(row + lane.g + m * 16 + j / 2 * 8, 0) : !there(o + down, i + n * 8 - down * S::IP + lane.t * 2 + j % 2))
+            y[m][n][j] = 0;
+    }
+  }
+
   // One contraction of a term, or the sum of those of SUMMED terms, whose states are APART bytes from each other. NEXT is the stage
   // that reads the result, or void where that is grad_x.
   template <class S, class NEXT, int SUMMED = 1, int APART = 0>
   DEVICE void contract(u32 from, u32 to, i64 tile_index, int term = 0) const {
+    const i64 first = tile_index * Pass::UNITS;
+    const Present<S::ROWS / Pass::UNITS> there(Base::present(first), first);
     if constexpr (S::BY_THREADS) {
-      Base::template by_threads<S, is_void<NEXT>, SUMMED, APART>(term, from, to, tile_index * Pass::UNITS);
+      Base::template by_threads<S, is_void<NEXT>, SUMMED, APART>(term, from, to, first, there);
     } else {
       ROLL for (int tile = warp; tile < S::TILES; tile += Pass::WARPS) {
         typename Base::template Sums<S> y = {};
         Base::template accumulate<S, SUMMED, APART>(y, tile, term, from);
+        if (!is_void<NEXT> && !there.all()) clear_missing<S>(y, tile, there);
         Base::template write<S, is_void<NEXT>>(y, tile, to, tile_index * Pass::UNITS);
       }
     }
