@@ -1,4 +1,4 @@
-"""What the campaign draws at random: layers, calls and blocks, with samples for them.
+"""What the campaign draws at random: layers, calls, blocks and recurrences, with samples for them.
 
 A case depends on its seed and number alone, so that it can be drawn again by itself. Sizes are drawn until the work and
 the bytes of a case are within a bound: then thousands of cases fit into a run.
@@ -18,7 +18,7 @@ import torch
 from oracle import LAYOUTS, spec_id, with_layout
 from torch import Tensor, nn
 
-from factorlayer import FactorLinear, FactorMLP, factor_linear
+from factorlayer import FactorGRU, FactorLinear, FactorMLP, factor_linear
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.maths.spec import LayerSpec
 
@@ -72,6 +72,33 @@ class Call(nn.Module):
             x, list(self.weights), self.bias, self.activation, self.spec.structure, self.implementation,
             rank=self.spec.rank,
         )  # fmt: skip
+
+
+class Recurrence(nn.Module):
+    """The states of a FactorGRU, behind every step of [steps, batch, features]; sequences may be of different length,
+    or begin again in between."""
+
+    def __init__(self, ends: bool, starts: bool, sizes: tuple[int, int, int], settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.gru, self.ends, self.starts = FactorGRU(*sizes, **settings), ends, starts
+
+    @property
+    def implementation(self) -> Any:
+        return self.gru.implementation
+
+    @implementation.setter
+    def implementation(self, name: Any) -> None:
+        self.gru.implementation = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, batch, _ = x.shape
+        numbers = torch.arange(steps * batch).view(steps, batch)
+        starts = (numbers % 5 == 3).to(x.device) if self.starts else None
+        if not self.ends or not numbers.numel():
+            return self.gru(x, starts=starts)[0]
+        lengths = numbers[0] * 7 % steps + 1
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], total_length=steps)[0]
 
 
 @dataclass(frozen=True)
@@ -139,12 +166,17 @@ def widest(spec: LayerSpec) -> int:
 
 def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
     rng = random.Random(f"{seed} {number}")
-    kind = rng.choice(["layer", "layer", "call", "block", "gated", "residual"])
+    kind = rng.choice(["layer", "layer", "call", "block", "gated", "residual", "recurrence"])
     dtype = rng.choice(["float64", "float32", "bfloat16", "float16", *(["tf32"] if on == "cuda" else [])])
     plant = rng.choice(list(PLANTED)) if rng.random() < 0.15 else ""
     bias = rng.random() < 0.7
     bytes = BYTES[on] if bytes is None else bytes
-    if kind in ("layer", "call"):
+    leading: tuple[int, ...] = ()
+    if kind == "recurrence":
+        plant = ""  # gates take an infinity for a one
+        names = (rng.choice(["tanh", "tanh", "tanh", "relu", "sine", "mish"]),)
+        leading, make, what = drawn_recurrence(rng, bias, names[0], bytes, on)
+    elif kind in ("layer", "call"):
         spec = drawn_spec(rng, bytes // 256)
         names = (drawn_activation(rng, bool(plant), on),)
         batch = drawn_batch(rng, widest(spec), spec.multiply_adds(), bytes, on)
@@ -162,14 +194,14 @@ def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
     most = min(most, 0) if kind == "gated" and dtype == "float16" else most  # each of its layers squares
     wild = rng.random() < 0.5 and not plant
     scale = (rng.randint(least, most), rng.randint(least, most)) if wild else (0, 0)
-    split = batch % 2 == 0 and rng.random() < 0.3
+    split = not leading and batch % 2 == 0 and rng.random() < 0.3
     return Drawn(
         number,
         kind,
         what + " with bias" * bias,
         make,
         dtype,
-        (2, batch // 2) if split else () if batch == 1 and rng.random() < 0.3 else (batch,),
+        leading or ((2, batch // 2) if split else () if batch == 1 and rng.random() < 0.3 else (batch,)),
         names,
         rng.choice(LAYOUTS),
         scale,
@@ -208,6 +240,43 @@ def drawn_block(rng: random.Random, kind: str) -> tuple[list[Any], dict[str, Any
     return widths, settings | ({kind: True} if kind != "block" else {})
 
 
+def drawn_recurrence(
+    rng: random.Random, bias: bool, name: str, bytes: int, on: str
+) -> tuple[tuple[int, int], Callable[[], nn.Module], str]:
+    """Steps and samples, what makes the module, and that in words."""
+    structure, settings = rng.choice(["dense", "kronecker", "monarch", "blocks"]), dict[str, Any]()
+    if structure == "kronecker":
+        count = rng.choice([2, 2, 3])
+        pool = [1, 2, 3, 4, 5, 8, 11, 16, 24, 32] if count == 2 else [1, 2, 3, 4, 5, 8]
+        settings["factors"] = tuple(rng.choice(pool) for _ in range(count))
+        hidden = math.prod(settings["factors"])
+        most = LayerSpec("kronecker", settings["factors"], settings["factors"]).max_rank
+        settings["rank"] = rng.choice([1, 1, min(2, most)])
+    elif structure == "dense":
+        hidden = rng.choice([1, 3, 8, 20, 33, 64, 100, 128, 200, 256])
+    else:
+        settings["blocks"] = rng.choice([1, 2, 3, 4, 8])
+        hidden = settings["blocks"] * rng.choice([settings["blocks"], 4 * settings["blocks"], 8, 24])
+        settings |= {"rank": rng.choice([1, 1, 2])} if structure == "monarch" else {}
+    features = hidden if rng.random() < 0.5 else rng.choice([1, 5, 16, 40, 100])
+    if structure == "monarch":
+        features = hidden
+    settings |= {"structure": structure, "bias": bias, "bidirectional": rng.random() < 0.3}
+    settings |= {"input_structure": rng.choice(["dense", None if features == hidden else "dense"])}
+    settings |= {"reset": rng.choice(["after", "after", "before"]), "learned_initial": rng.random() < 0.3}
+    most = min(bytes // (32 * hidden), int(WORK[on] / (6 * hidden * (hidden + features))))
+    sizes = [
+        (t, n) for t in (1, 2, 3, 7, 16, 33, 100) for n in (1, 2, 3, 8, 16, 17, 64, 65, 130) if t * n <= max(1, most)
+    ]
+    (steps, batch), layers = rng.choice(sizes), rng.choice([1, 1, 2])
+    ends, starts = rng.random() < 0.2, rng.random() < 0.2
+    return (
+        (steps, batch),
+        lambda: Recurrence(ends, starts, (features, hidden, layers), settings | {"activation": activation(name)}),
+        f"{features} {hidden} {layers} {settings} {name}" + " of different length" * ends + " begins again" * starts,
+    )
+
+
 def block_maker(
     widths: list[Any], bias: bool, names: tuple[str, ...], settings: dict[str, Any]
 ) -> Callable[[], nn.Module]:
@@ -229,6 +298,13 @@ def inputs(
         if isinstance(layer, (FactorLinear, Call)):
             features = features or layer.spec.in_features
             shapes = layer.weights
+        elif isinstance(layer, FactorGRU):
+            features = layer.input_size
+            for given, parameter in layer.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                scale = parameter.shape[-1] ** -0.5 if given.startswith("weight") else 0.3
+                parameter.data = noise * scale
+            continue
         elif isinstance(layer, nn.Linear):
             features = features or layer.in_features
             shapes = [layer.weight]

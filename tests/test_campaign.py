@@ -40,7 +40,7 @@ def test_a_case_is_its_seed_and_number() -> None:
 
 def test_every_kind_is_drawn() -> None:
     cases = [draw(1, number, "cpu") for number in range(400)]
-    assert {case.kind for case in cases} == {"layer", "call", "block", "gated", "residual"}
+    assert {case.kind for case in cases} == {"layer", "call", "block", "gated", "residual", "recurrence"}
     assert {case.dtype for case in cases} == {"float64", "float32", "bfloat16", "float16"}
     assert {case.plant for case in cases} == {"", "nan", "inf", "-inf"}
     assert {name for case in cases for name in case.activations} >= {*drawn.ACTIVATIONS, *drawn.TRACED}
