@@ -194,6 +194,8 @@ def draw(seed: int, number: int, on: str, bytes: int | None = None) -> Drawn:
     most = min(most, 0) if kind == "gated" and dtype == "float16" else most  # each of its layers squares
     wild = rng.random() < 0.5 and not plant
     scale = (rng.randint(least, most), rng.randint(least, most)) if wild else (0, 0)
+    if kind == "recurrence":  # of large x gates are all open or all closed, and gradients nothing
+        scale = (max(-1, min(1, scale[0])), scale[1])
     split = not leading and batch % 2 == 0 and rng.random() < 0.3
     return Drawn(
         number,
@@ -257,7 +259,8 @@ def drawn_recurrence(
     else:
         settings["blocks"] = rng.choice([1, 2, 3, 4, 8])
         hidden = settings["blocks"] * rng.choice([settings["blocks"], 4 * settings["blocks"], 8, 24])
-        settings |= {"rank": rng.choice([1, 1, 2])} if structure == "monarch" else {}
+        most = 2 if hidden >= 2 * settings["blocks"] ** 2 else 1
+        settings |= {"rank": rng.choice([1, 1, most])} if structure == "monarch" else {}
     features = hidden if rng.random() < 0.5 else rng.choice([1, 5, 16, 40, 100])
     if structure == "monarch":
         features = hidden
