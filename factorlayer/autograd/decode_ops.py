@@ -41,7 +41,7 @@ def _why_never(text: str, state: Tensor) -> str | None:
 
 @functools.lru_cache(4096)
 def _why_no_kernel(text: str, dtype: torch.dtype, device: int) -> str:
-    if layer_ops.has_kernel(text, dtype, device, 0):
+    if layer_ops.has_kernel(text, dtype, device, batch_class=0):
         return ""
     return "what its samples are multiplied by does not fit in shared memory"
 

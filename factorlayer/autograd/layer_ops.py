@@ -559,7 +559,7 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         return has_kernel(chain.text, dtype, device)
 
     def fits_few(chain: Chain) -> bool:
-        return has_kernel(chain.text, dtype, device, 0)
+        return has_kernel(chain.text, dtype, device, batch_class=0)
 
     def us_of(batch: int) -> Callable[[str], float]:
         return lambda text: predicted_us(text, batch, dtype, device)

@@ -49,7 +49,7 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
 def _why_no_kernel(text: str, dtype: torch.dtype, device: int) -> str:
     """Why a GPU has no kernels for a recurrence, forward or back; nothing if it has."""
     texts = text, f"{through_text(text)} | backward"
-    if all([layer_ops.has_kernel(asked, dtype, device, 0) for asked in texts]):
+    if all([layer_ops.has_kernel(asked, dtype, device, batch_class=0) for asked in texts]):
         return ""
     return why_no_kernel(Recurrence.parse(text)) or "its recurrent weights do not fit in shared memory"
 

@@ -7,7 +7,7 @@ import bisect
 
 MOST_FEW, MOST_SOME, MOST_MORE = 64, 2048, 8192  # samples of a class, as csrc/runtime has them; the last has no end
 BATCHES = (16, 1024, 4096, 16384)  # what a class is planned for: few, some, more and many samples
-SOME, LAST = 1, len(BATCHES) - 1  # classes; what has a kernel for some samples has one for more and for many
+SOME, LAST = 1, len(BATCHES) - 1  # classes; a layer that has a kernel for some samples has one for more and for many
 FEW = BATCHES[0]
 OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what plans of few are compared by
 OF_MORE = (3 / 4, 3 / 2)  # and of more, 3072 and 6144
