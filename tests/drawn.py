@@ -261,15 +261,14 @@ def drawn_recurrence(
         hidden = settings["blocks"] * rng.choice([settings["blocks"], 4 * settings["blocks"], 8, 24])
         most = 2 if hidden >= 2 * settings["blocks"] ** 2 else 1
         settings |= {"rank": rng.choice([1, 1, most])} if structure == "monarch" else {}
-    features = hidden if rng.random() < 0.5 else rng.choice([1, 5, 16, 40, 100])
-    if structure == "monarch":
-        features = hidden
+    as_many = structure == "monarch" or rng.random() < 0.5
+    features = hidden if as_many else rng.choice([1, 5, 16, 40, 100])
     settings |= {"structure": structure, "bias": bias, "bidirectional": rng.random() < 0.3}
-    settings |= {"input_structure": rng.choice(["dense", None if features == hidden else "dense"])}
+    settings |= {"input_structure": rng.choice(["dense", None]) if features == hidden else "dense"}
     settings |= {"reset": rng.choice(["after", "after", "before"]), "learned_initial": rng.random() < 0.3}
-    most = min(bytes // (32 * hidden), int(WORK[on] / (6 * hidden * (hidden + features))))
+    room = min(bytes // (32 * hidden), int(WORK[on] / (6 * hidden * (hidden + features))))
     sizes = [
-        (t, n) for t in (1, 2, 3, 7, 16, 33, 100) for n in (1, 2, 3, 8, 16, 17, 64, 65, 130) if t * n <= max(1, most)
+        (t, n) for t in (1, 2, 3, 7, 16, 33, 100) for n in (1, 2, 3, 8, 16, 17, 64, 65, 130) if t * n <= max(1, room)
     ]
     (steps, batch), layers = rng.choice(sizes), rng.choice([1, 1, 2])
     ends, starts = rng.random() < 0.2, rng.random() < 0.2
