@@ -144,8 +144,11 @@ def drawn_spec(rng: random.Random, most: int) -> LayerSpec:
 
 def drawn_batch(rng: random.Random, features: int, work: float, bytes: int, on: str) -> int:
     """Of `features` in the widest state and `work` multiply-adds a sample."""
-    most = min(bytes // (8 * features), int(WORK[on] / max(1.0, work)))
-    return rng.choice([batch for batch in BATCHES if batch <= max(1, most)])
+    return rng.choice([batch for batch in BATCHES if batch <= most_samples(features, work, bytes, on)])
+
+
+def most_samples(features: int, work: float, bytes: int, on: str) -> int:
+    return max(1, min(bytes // (8 * features), int(WORK[on] / max(1.0, work))))
 
 
 def drawn_activation(rng: random.Random, planted: bool, on: str) -> str:
@@ -250,26 +253,24 @@ def drawn_recurrence(
     if structure == "kronecker":
         count = rng.choice([2, 2, 3])
         pool = [1, 2, 3, 4, 5, 8, 11, 16, 24, 32] if count == 2 else [1, 2, 3, 4, 5, 8]
-        settings["factors"] = tuple(rng.choice(pool) for _ in range(count))
-        hidden = math.prod(settings["factors"])
-        most = LayerSpec("kronecker", settings["factors"], settings["factors"]).max_rank
-        settings["rank"] = rng.choice([1, 1, min(2, most)])
+        factors = settings["factors"] = tuple(rng.choice(pool) for _ in range(count))
+        hidden = math.prod(factors)
+        settings["rank"] = rng.choice([1, 1, min(2, LayerSpec("kronecker", factors, factors).max_rank)])
     elif structure == "dense":
         hidden = rng.choice([1, 3, 8, 20, 33, 64, 100, 128, 200, 256])
     else:
-        settings["blocks"] = rng.choice([1, 2, 3, 4, 8])
-        hidden = settings["blocks"] * rng.choice([settings["blocks"], 4 * settings["blocks"], 8, 24])
-        most = 2 if hidden >= 2 * settings["blocks"] ** 2 else 1
-        settings |= {"rank": rng.choice([1, 1, most])} if structure == "monarch" else {}
+        blocks = settings["blocks"] = rng.choice([1, 2, 3, 4, 8])
+        each = rng.choice([blocks, 4 * blocks, 8, 24])
+        hidden = blocks * each
+        if structure == "monarch":
+            settings["rank"] = rng.choice([1, 1, min(2, LayerSpec("monarch", (blocks, each), (each, blocks)).max_rank)])
     as_many = structure == "monarch" or rng.random() < 0.5
     features = hidden if as_many else rng.choice([1, 5, 16, 40, 100])
     settings |= {"structure": structure, "bias": bias, "bidirectional": rng.random() < 0.3}
     settings |= {"input_structure": rng.choice(["dense", None]) if features == hidden else "dense"}
     settings |= {"reset": rng.choice(["after", "after", "before"]), "learned_initial": rng.random() < 0.3}
-    room = min(bytes // (32 * hidden), int(WORK[on] / (6 * hidden * (hidden + features))))
-    sizes = [
-        (t, n) for t in (1, 2, 3, 7, 16, 33, 100) for n in (1, 2, 3, 8, 16, 17, 64, 65, 130) if t * n <= max(1, room)
-    ]
+    most = most_samples(4 * hidden, 6 * hidden * (hidden + features), bytes, on)
+    sizes = [(t, n) for t in (1, 2, 3, 7, 16, 33, 100) for n in (1, 2, 3, 8, 16, 17, 64, 65, 130) if t * n <= most]
     (steps, batch), layers = rng.choice(sizes), rng.choice([1, 1, 2])
     ends, starts = rng.random() < 0.2, rng.random() < 0.2
     return (
