@@ -114,9 +114,7 @@ FAULTS = (
         "chunk",
         f"{RUNTIME}::test_passes_over_chunks",
     ),
-    fault(
-        "batch-class", "runtime/kernels.cpp", "batch <= 2048 ? 1", "batch < 2048 ? 1", f"{RUNTIME}::test_batch_classes"
-    ),
+    fault("batch-class", "runtime/kernels.cpp", "lower_bound", "upper_bound", f"{RUNTIME}::test_batch_classes"),
     fault("blocks-rounded-down", "runtime/kernels.cpp", "(blocks % pass.units_per_block != 0)", "0", RUNTIME),
     # chain
     fault(

@@ -36,12 +36,13 @@ from factorlayer.autograd.backward import (
     visits,
 )
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES, MOST_SOME, SOME
+from factorlayer.kernels.batches import BATCHES, FEW, MOST_SOME, SOME, most_of_class
 from factorlayer.kernels.chain_backward import ChainBackward
-from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction, most_samples
+from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
+from factorlayer.kernels.passes import class_us
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.whole_kronecker import KroneckerWeight
@@ -52,7 +53,6 @@ from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import Contraction, LayerSpec
 from factorlayer.plan.plan import PlanError
 from factorlayer.plan.planner import has_plan, plan, plan_of
-from factorlayer.plan.products import class_us
 
 
 def turned(x: Tensor, outer: int, rows: int, columns: int) -> Tensor:
@@ -514,7 +514,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str) -> None:
             groups = 1 if c.tied else c.outer * -(-c.inner // made.wg)
             assert summing.grid_y == -(-c.q // made.bm) * -(-c.p // made.bn) * groups
         # As csrc/runtime launches them: no more blocks for a tile than there are places for their sums.
-        units = -(-most_samples(batch) * summing.units_per_sample // summing.units_per_block)
+        units = -(-most_of_class(batch) * summing.units_per_sample // summing.units_per_block)
         most = min(units, max(1, summing.blocks_per_processor * gpu.sms // summing.grid_y))
         assert text.scratch[2] == (most * made.folds * c.weight_size * SUM_BYTES[dtype] if adding else 0)
 
@@ -533,7 +533,7 @@ def test_what_is_passed_through_has_plans(spec: LayerSpec, dtype: str) -> None:
     seen = {visit.part for wanted in (1, 4, 4 << (k - 1)) for visit in visits(text, wanted, nothing)}
     for part in seen:
         for chain in (part, Chain.parse(Visit(part, (), False, True, False).back)):
-            assert plan(chain, dtype, BATCHES[1], Gpu.of(90)).passes
+            assert plan(chain, dtype, SOME, Gpu.of(90)).passes
 
 
 def layers_to_train() -> list[tuple[LayerSpec, str]]:
@@ -560,7 +560,7 @@ def test_what_training_asks_for_has_a_plan(spec: LayerSpec, dtype: str) -> None:
     for batch in (
         batches if len(spec.in_factors) < 4 else (batches[LARGE_TO_TRAIN.index((spec, dtype)) % len(batches)],)
     ):
-        asked_of = 0 if batch < LEAST_MIXED else SOME
+        asked_of = runtime.class_of_batch(batch)
 
         def fits(part: Chain, batch_class: int = asked_of) -> bool:
             return has_plan(part.text, of_dtype, gpu.arch, gpu.sms, gpu.shared, batch_class=batch_class)
@@ -769,7 +769,7 @@ def test_the_way_back_through_an_activation_has_a_text_of_its_own() -> None:
     with pytest.raises(RuntimeError, match="is for the ops that make gradients"):
         torch.ops.factorlayer.forward(torch.ones(1, 2), [torch.ones(2, 2)], None, "tied 0 1 2 2 1; relu; through 2")
     with pytest.raises(PlanError, match="the slope of 'gelu' cannot be told from its result"):
-        plan(Chain((), activation="gelu", through=5), "float32", BATCHES[0], Gpu.of(80))
+        plan(Chain((), activation="gelu", through=5), "float32", FEW, Gpu.of(80))
 
 
 def test_a_product_goes_back_through_an_activation_where_it_makes_slopes() -> None:
@@ -889,7 +889,7 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
             continue
         if isinstance(found.passes[0], PairClusterBackward):
             (only,) = text.passes
-            assert batch == BATCHES[0] and (only.read, only.written, text.scratch) == ("x", "y", (0, 0, 0))
+            assert batch <= FEW and (only.read, only.written, text.scratch) == ("x", "y", (0, 0, 0))
             assert only.grid_y % found.passes[0].cluster == 0 and only.shared <= gpu.shared
             continue
         first, adding = text.passes
@@ -897,9 +897,9 @@ def test_all_gradients_of_two_factors_are_one_pass(dtype: str) -> None:
         (p0, p1), (q0, q1) = sizes
         tiled, sums, most = found.passes[0], p0 * q0 + p1 * q1, gpu.sms
         if isinstance(tiled, PairFewBackward):  # of the second weight, each strip has sums
-            assert batch == BATCHES[0] and p0 % tiled.span == q1 % tiled.width == 0
+            assert batch <= FEW and p0 % tiled.span == q1 % tiled.width == 0
             assert f"SINGLES = {p0 * q0};" in adding.source and f"FOLDS = {first.grid_y};" in adding.source
-            sums, most = p0 * q0 + first.grid_y * p1 * q1, most_samples(batch)
+            sums, most = p0 * q0 + first.grid_y * p1 * q1, most_of_class(batch)
         assert text.scratch == (0, 0, most * sums * SUM_BYTES[dtype]) and text.chunk == 0
         assert first.threads <= 1024 and first.shared <= gpu.shared
         assert f"MOST = {most};" in adding.source and f"UNITS_PER_BLOCK = {first.units_per_block};" in adding.source
@@ -913,7 +913,7 @@ def test_few_samples_have_kernels_that_many_have_not(dtype: str) -> None:
     chain = replace(all_gradients_of(kronecker((128, 128), (128, 128))), tf32=dtype == "tf32")
     asked = (chain.text, dtype.replace("tf32", "float32"), 90, 132, 232448)
     assert has_plan(*asked, batch_class=0) and has_plan(*asked) == (dtype != "float32")
-    few = plan(chain, dtype, BATCHES[0], Gpu.of(90)).passes
+    few = plan(chain, dtype, FEW, Gpu.of(90)).passes
     by_strips = ["PairFewBackward", "Reduction"] if dtype not in ("bfloat16", "float16") else ["PairClusterBackward"]
     assert [type(p).__name__ for p in few] == by_strips
 
@@ -923,10 +923,10 @@ def test_of_few_small_samples_gradients_are_made_and_summed_by_one_kernel(dtype:
     """By the blocks of clusters, which are few in number and all there at once, where a GPU has clusters."""
     chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
     gpu = Gpu.of(90)
-    (only,) = plan(chain, dtype, BATCHES[0], gpu).passes
+    (only,) = plan(chain, dtype, FEW, gpu).passes
     assert isinstance(only, PairClusterBackward) and only.split <= gpu.sms
     assert f"__cluster_dims__(1, {only.cluster}, 1)" in only.source("kernel")
-    for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80), (BATCHES[0], 120)):
+    for batch, arch in ((SOME, 90), (FEW, 80), (FEW, 120)):
         assert not any(isinstance(p, PairClusterBackward) for p in plan(chain, dtype, batch, Gpu.of(arch)).passes)
 
 
@@ -936,10 +936,10 @@ def test_a_biass_gradient_is_made_by_the_kernel_that_makes_the_others(dtype: str
     chain = replace(all_gradients_of(kronecker((32, 32), (32, 32))), tf32=dtype == "tf32")
     both = replace(chain, bias=True)
     assert Chain.parse(both.text) == both and "; bias; backward" in both.text
-    (alone,), (only,) = (plan(each, dtype, BATCHES[0], Gpu.of(90)).passes for each in (chain, both))
+    (alone,), (only,) = (plan(each, dtype, FEW, Gpu.of(90)).passes for each in (chain, both))
     assert isinstance(alone, PairClusterBackward) and only == replace(alone, bias=True)
     assert only.split == alone.split + only.cluster and only.made == alone.made + 1024
-    for batch, arch in ((BATCHES[1], 90), (BATCHES[0], 80)):
+    for batch, arch in ((SOME, 90), (FEW, 80)):
         if arch == 80 or dtype not in ("bfloat16", "float16"):  # where who copies sums
             with pytest.raises(PlanError, match="the bias's among them"):
                 plan(both, dtype, batch, Gpu.of(arch))
@@ -972,10 +972,10 @@ def test_kernels_ask_for_what_they_read_before_they_wait() -> None:
     """And have the next one start behind their own wait, so that it comes after all that they come after."""
     chain = Chain.of(kronecker((64, 64), (64, 64)), False, "identity")
     for each, batch, asked in (
-        (chain, BATCHES[0], ("x", "weights[0]", "weights[1]")),
-        (chain, BATCHES[1], ("x", "weights[0]", "weights[1]")),
-        (replace(chain, backward=True), BATCHES[0], ("x", "weights[0]", "weights[1]", "weights[2]")),
-        (replace(chain, backward=True), BATCHES[1], ("x", "weights[0]", "weights[1]", "weights[2]")),
+        (chain, FEW, ("x", "weights[0]", "weights[1]")),
+        (chain, SOME, ("x", "weights[0]", "weights[1]")),
+        (replace(chain, backward=True), FEW, ("x", "weights[0]", "weights[1]", "weights[2]")),
+        (replace(chain, backward=True), SOME, ("x", "weights[0]", "weights[1]", "weights[2]")),
     ):
         first, *more = read_text(plan(each, "bfloat16", batch, Gpu.of(90)).text()).passes
         entry = first.source.split("__grid_constant__")[1]
@@ -1015,7 +1015,7 @@ def test_gradients_of_few_samples_are_made_by_such_kernels(batch: int) -> None:
     x = torch.randn(batch, spec.in_features, dtype=torch.float64, requires_grad=True)
     grad_y = torch.randn(batch, spec.out_features, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in spec.weight_shapes]
-    ops = replace(OPS, all_gradients=noted, fits=nothing, fits_few=pairs)
+    ops = replace(OPS, all_gradients=noted, fits=nothing, fits_in=[pairs, pairs, *[nothing] * 4])
     made = gradients(
         ops, grad_y, x.detach(), [w.detach() for w in weights], None, Chain.of(spec, False, "identity").text, 13
     )

@@ -265,12 +265,12 @@ def chain(tmp_path: Path) -> Path:
 
 def test_a_plan_is_made_once(cache: Path, chain: Path) -> None:
     text = planned()
-    assert text == factorlayer.plan.planner.plan_text(CHAIN, "float32", 0, 90, 132, 232448)
+    assert text == factorlayer.plan.planner.plan_text(CHAIN, "float32", 1, 90, 132, 232448)
     before = contents(cache)
     assert planned() == text and run_once(chain, cache, ONLY_READ) == ""
     assert contents(cache) == before
     (entry,) = runtime.cache_entries()
-    assert entry.whole and (entry.kind, entry.name) == ("plan", f"{CHAIN} in float32, batch class 0")
+    assert entry.whole and (entry.kind, entry.name) == ("plan", f"{CHAIN} in float32, batch class 1")
     assert entry.architecture == "sm_90 with 132 SMs of 232448 bytes"
     assert (entry.compiler, entry.package) == ("", factorlayer.__version__)
     assert before[entry.file].endswith(text.encode())
@@ -592,7 +592,7 @@ def test_the_cache_command(cache: Path) -> None:
     assert run("cache clear") == (0, [f"2 of 2 kernels and plans removed from {cache}"])
     assert sorted(path.name for path in cache.iterdir()) == mine
     planned()
-    assert f"  plan {CHAIN} in float32, batch class 0 for sm_90 with 132 SMs" in run("cache list")[1][0]
+    assert f"  plan {CHAIN} in float32, batch class 1 for sm_90 with 132 SMs" in run("cache list")[1][0]
     assert run("cache clear")[0] == 0
     assert sorted(path.name for path in cache.iterdir()) == mine
 

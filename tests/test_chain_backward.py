@@ -12,7 +12,7 @@ from emulator.driver import Emulator
 from test_emulator import EPS, Array, all_gradients_of, drawing, kronecker, terms_apart
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, FEW, SOME
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.factor_gradients import FactorGradients
 from factorlayer.kernels.gradient import Gradient, OfVisit, Reduction, Reductions
@@ -288,7 +288,7 @@ def test_gradients_of_large_weights_may_be_passes_of_their_own(
 
 @pytest.mark.parametrize(
     ("sizes_in", "sizes_out", "dtype"),
-    [((2, 160), (2, 144), "bfloat16"), ((4, 96, 2), (3, 80, 2), "float32"), ((2, 64), (2, 72), "float64")],
+    [((2, 160), (2, 144), "bfloat16"), ((2, 96, 2), (2, 80, 2), "float32"), ((2, 64), (2, 72), "float64")],
     ids=str,
 )
 def test_blocks_have_parts_of_a_weight_that_goes_back(
@@ -365,7 +365,7 @@ def test_padding_leaves_room_for_more_than_one_group(sizes: tuple[int, ...], dty
 @pytest.mark.parametrize(("sizes", "dtype"), [((24, 16, 40), "float64"), ((16, 48, 24), "bfloat16")], ids=str)
 def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple[int, ...], dtype: str) -> None:
     chain = all_gradients_of(dataclasses.replace(kronecker(sizes, sizes), rank=3))
-    assert are_worth_it(chain, dtype, BATCHES[1], Gpu.of(90))
+    assert are_worth_it(chain, dtype, SOME, Gpu.of(90))
 
 
 def test_few_samples_are_asked_of_by_themselves() -> None:
@@ -374,7 +374,7 @@ def test_few_samples_are_asked_of_by_themselves() -> None:
         all_gradients_of(dataclasses.replace(kronecker((100, 200, 24), (100, 200, 24)), rank=3)), tf32=True
     )
     worth = [are_worth_it(chain, "tf32", batch, Gpu.of(90)) for batch in BATCHES]
-    assert worth == [True, False, False, False]
+    assert worth == [batch <= FEW for batch in BATCHES]
     assert planner.has_plan(chain.text, "float32", 90, 132, 232448, batch_class=0)
     assert not planner.has_plan(chain.text, "float32", 90, 132, 232448)
 

@@ -27,7 +27,8 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, SOME
+from factorlayer.kernels.batches import FEW as FEW_SAMPLES
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import wide_gradient
@@ -88,7 +89,7 @@ def matrix() -> Iterator[Case]:
     """All layers and dtypes for one architecture, and three layers, others each time, for the others."""
     for i, dtype in enumerate(DTYPES):
         for j, spec in enumerate(SPECS):
-            yield Case(spec, dtype, "sm_90a", BATCHES[0] if (i + j) % 3 == 0 else BATCHES[-1])
+            yield Case(spec, dtype, "sm_90a", FEW_SAMPLES if (i + j) % 3 == 0 else BATCHES[-1])
         for j, architecture in enumerate(ARCHITECTURES):
             if architecture != "sm_90a":
                 for k in range(3):
@@ -200,15 +201,15 @@ def backward() -> Iterator[BackwardCase]:
             yield BackwardCase(spec, dtype, architecture)
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW):
         if dtype != "float64":
-            yield BackwardCase(spec, dtype, architecture, BATCHES[0])
+            yield BackwardCase(spec, dtype, architecture, FEW_SAMPLES)
     for dtype, (spec, architecture) in itertools.product(("tf32", "bfloat16", "float16"), GROUPED):
         yield BackwardCase(spec, dtype, architecture)
     yield from (BackwardCase(*of) for of in of_whole())
-    yield from (BackwardCase(*of, BATCHES[0]) for of in VISITS)
+    yield from (BackwardCase(*of, FEW_SAMPLES) for of in VISITS)
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS):
-        yield BackwardCase(spec, dtype, architecture, BATCHES[0])
+        yield BackwardCase(spec, dtype, architecture, FEW_SAMPLES)
     for dtype, (spec, architecture) in itertools.product(DTYPES, FEW_PAIRS[:1]):
-        yield BackwardCase(spec, dtype, architecture, BATCHES[0], bias=True)
+        yield BackwardCase(spec, dtype, architecture, FEW_SAMPLES, bias=True)
 
 
 def of_whole() -> Iterator[tuple[LayerSpec, str, str]]:
@@ -267,8 +268,8 @@ def summed() -> Iterator[GradientCase]:
 def activated() -> Iterator[Case]:
     for activation in ACTIVATIONS:
         for dtype in ("float64", "bfloat16"):
-            yield Case(kronecker((5, 8), (8, 7)), dtype, "sm_80", BATCHES[1], activation)
-    yield Case(kronecker((2, 3), (4, 5)), "float64", "sm_80", BATCHES[1], EVERY_OPERATION.program)
+            yield Case(kronecker((5, 8), (8, 7)), dtype, "sm_80", SOME, activation)
+    yield Case(kronecker((2, 3), (4, 5)), "float64", "sm_80", SOME, EVERY_OPERATION.program)
     mish = trace(torch.nn.Mish())[0].program
     for spec, dtype in (  # of every family
         (kronecker((20, 28), (36, 44)), "float32"),
@@ -285,7 +286,7 @@ def activated() -> Iterator[Case]:
         for activation in (mish, PRELU, SNAKE):
             yield Case(spec, dtype, "sm_90a", BATCHES[-1], activation)
     for architecture, dtype in zip(("sm_80", "sm_86", "sm_100a", "sm_120"), DTYPES, strict=False):
-        yield Case(kronecker((5, 8), (8, 7)), dtype, architecture, BATCHES[1], PRELU)
+        yield Case(kronecker((5, 8), (8, 7)), dtype, architecture, SOME, PRELU)
 
 
 @dataclass(frozen=True)
@@ -407,9 +408,9 @@ SLOPES = [
     for dtype in ("bfloat16", "float16", "tf32", "float32")
     for p, q, activation, batch in (
         (256, 256, "relu", BATCHES[-1]),
-        (512, 512, "gelu", BATCHES[1]),
+        (512, 512, "gelu", SOME),
         (384, 1536, "gelu", BATCHES[-1]),
-        (200, 84, "sine", BATCHES[0]),
+        (200, 84, "sine", FEW_SAMPLES),
     )
 ] + [
     SlopeCase(0, 100, "float64", "tanh", "sm_80"),
@@ -423,8 +424,8 @@ SLOPES += [
     for p, q, activation, batch in (
         (256, 256, "relu", BATCHES[-1]),
         (256, 512, "elu", BATCHES[-1]),
-        (512, 384, "softplus", BATCHES[1]),
-        (200, 84, "tanh", BATCHES[0]),
+        (512, 384, "softplus", SOME),
+        (200, 84, "tanh", FEW_SAMPLES),
     )
 ] + [
     SlopeCase(0, 100, "float64", "tanh", "sm_80", through=True),

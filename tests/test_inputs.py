@@ -19,6 +19,7 @@ from factorlayer.autograd import input_ops, layer_ops
 from factorlayer.autograd.runtime import dtype_name
 from factorlayer.device.gpu import Gpu
 from factorlayer.functional import run
+from factorlayer.kernels.batches import class_of
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import planner
 
@@ -372,7 +373,7 @@ def test_why_they_are_concatenated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         (monarch((32, 32), (32, 32)), (512, 512), None, "no plan for all gradients"),
     ):
         text = input_ops.of_inputs(Chain.of(spec, True, "relu"), inputs).text
-        found = input_ops._why_concatenated(text, torch.bfloat16, none, 2)
-        _, back = input_ops._at_once(text, torch.bfloat16, none, 2)
+        found = input_ops._why_concatenated(text, torch.bfloat16, none, class_of(4096))
+        _, back = input_ops._at_once(text, torch.bfloat16, none, class_of(4096))
         for reason, words in ((found, forward), (back, backward)):
             assert reason is None if words is None else words in reason

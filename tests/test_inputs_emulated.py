@@ -13,7 +13,7 @@ from test_chain_backward import gradients_of, right_gradients
 from test_emulator import EPS, all_gradients_of, drawing
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, FEW, SOME
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
 from factorlayer.kernels.kronecker.pair_backward import PairBackward
@@ -32,7 +32,7 @@ from factorlayer.plan.products import one_by_one
 from factorlayer.plan.registry.family import ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, PAIR
 
-FEW, SOME, _, MANY = BATCHES
+MANY = BATCHES[-1]
 
 CASES = [
     # layer, inputs, dtype, samples, planned for, compute capability

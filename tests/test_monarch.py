@@ -22,7 +22,7 @@ from test_emulator import (
 from test_emulator import test_is_right_in_any_order_and_keeps_samples_apart as check_any_order
 
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, SOME
 from factorlayer.kernels.monarch import monarch_chunks, monarch_pairs
 from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks, MonarchKept
 from factorlayer.maths.chain import Chain
@@ -58,11 +58,11 @@ def tiled_as(tiled: MonarchChunks, **fields: Any) -> MonarchChunks:
 def forward(sizes: Sizes, dtype: str, **fields: Any) -> tuple[LayerSpec, Plan]:
     """With fields of its tiling as they are given."""
     spec, chain = chain_of(sizes, dtype, bias=True)
-    tiled = monarch_chunks.tile(chain, dtype, BATCHES[1], GPU)
+    tiled = monarch_chunks.tile(chain, dtype, SOME, GPU)
     assert tiled
     tiled = tiled_as(tiled, **fields)
     assert tiled.shared <= GPU.shared
-    return spec, Plan(chain, dtype, BATCHES[1], GPU, tiled.passes)
+    return spec, Plan(chain, dtype, SOME, GPU, tiled.passes)
 
 
 def check_forward(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
@@ -138,9 +138,9 @@ def test_an_activation_that_learns_is_planned(emulator: Emulator) -> None:
 @pytest.mark.parametrize("sizes", SPECS, ids=str)
 def test_all_gradients_of_odd_sizes(sizes: Sizes, dtype: str, emulator: Emulator) -> None:
     spec, chain = chain_of(sizes, dtype, backward=True)
-    passes = monarch_pairs.all_gradients(chain, dtype, BATCHES[1], GPU)
+    passes = monarch_pairs.all_gradients(chain, dtype, SOME, GPU)
     assert passes
-    check_all_gradients_of_groups(spec, Plan(chain, dtype, BATCHES[1], GPU, passes), 41, emulator)
+    check_all_gradients_of_groups(spec, Plan(chain, dtype, SOME, GPU, passes), 41, emulator)
 
 
 def parts_of_pairs(
@@ -148,13 +148,13 @@ def parts_of_pairs(
 ) -> tuple[LayerSpec, Plan]:
     """With so many groups of either kind for a block; those that make x's gradient keep their weights, or do not."""
     spec, chain = chain_of(sizes, dtype, backward=True)
-    back, tiled = (of(chain, dtype, BATCHES[1], GPU) for of in (monarch_chunks.tile_back, monarch_pairs.tile))
+    back, tiled = (of(chain, dtype, SOME, GPU) for of in (monarch_chunks.tile_back, monarch_pairs.tile))
     assert isinstance(back, MonarchChunks) and isinstance(tiled, monarch_pairs.MonarchPairs)
     back = tiled_as(back, k=sizes[1][1] if kept else 1, slots=1 if kept else 2)
     x, y = (replace(side, some=n, samples=16) for side, n in zip(tiled.sides, some, strict=True))
     x, y = replace(x, columns=y.some * tiled.rank), replace(y, columns=x.some * tiled.rank)
     tiled = replace(tiled, x=x, y=y, slots=slots)
-    return spec, Plan(chain, dtype, BATCHES[1], GPU, (*back.passes, *tiled.passes))
+    return spec, Plan(chain, dtype, SOME, GPU, (*back.passes, *tiled.passes))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_pairs_by_parts(sizes: Sizes, dtype: str, some: tuple[int, int], slots: 
 def test_missing_samples_meet_no_infinite_weight(emulator: Emulator) -> None:
     """Of these a tile makes states of zero, not of an infinite weight times zero: sums stay infinite."""
     spec, chain = chain_of(((3, 5), (4, 3), 2), "float32", backward=True)
-    passes = monarch_pairs.all_gradients(chain, "float32", BATCHES[1], GPU)
+    passes = monarch_pairs.all_gradients(chain, "float32", SOME, GPU)
     assert passes
-    found, draw = Plan(chain, "float32", BATCHES[1], GPU, passes), drawing("float32")
+    found, draw = Plan(chain, "float32", SOME, GPU, passes), drawing("float32")
     x, grad = np.abs(draw(5, spec.in_features)), np.abs(draw(5, spec.out_features))
     weights = [draw(*shape) / 4 for shape in spec.weight_shapes]
     weights[1][0, 0, 0] = np.inf
@@ -231,7 +231,7 @@ def test_kernels_compile_and_spill_nothing(dtype: str, usage_of: UsageOf) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_with_weights_that_are_kept_spill_nothing(dtype: str, usage_of: UsageOf) -> None:
     _, chain = chain_of(((6, 18), (18, 6), 4), dtype, bias=True)
-    made = monarch_chunks.tile(chain, dtype, BATCHES[1], Gpu.of(90))
+    made = monarch_chunks.tile(chain, dtype, SOME, Gpu.of(90))
     assert isinstance(made, MonarchKept)
     usage = usage_of(made.source("kernel"), "kernel", "sm_90a", OPTIONS)
     assert usage.stored == 0, usage

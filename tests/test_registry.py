@@ -190,7 +190,10 @@ ASKED = ((Mode(((0, 24, 24),)), Mode(((1, 24, 24),))), 1, "float32", 16, Gpu(90,
         ((toy(20.0, takes=Takes(sizes=(1, 23))),), None),
     ],
 )
-def test_the_fastest_is_taken_by_predicted_times_and_margins(families: tuple[Family, ...], taken: int | None) -> None:
+def test_the_fastest_is_taken_by_predicted_times_and_margins(
+    families: tuple[Family, ...], taken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_backward.PairBackward, "us_of", lambda found, batch: found.us)
     found = fastest(families, *ASKED)
     ways = [family.way(*ASKED) for family in families]
     assert found == (() if taken is None else ways[taken])

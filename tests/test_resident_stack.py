@@ -15,7 +15,7 @@ from oracle import kronecker
 from test_emulator import check_stack, check_states, drawing, drawn_tensors, run_in_torch, stack_of
 
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels import batches
 from factorlayer.kernels.resident_stack import ResidentStack, tile, tilings
 from factorlayer.kernels.stack.dense import Dense
 from factorlayer.maths.chain import Chain
@@ -25,7 +25,7 @@ from factorlayer.plan.schemes import RESIDENT, schemes
 
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 MOST_SPILLED = 80  # bytes, of single values that ptxas keeps in memory for a while beside functions in double
-SMALL, MEDIUM, _, LARGE = BATCHES
+SMALL, MEDIUM, LARGE = batches.FEW, batches.SOME, batches.BATCHES[-1]
 HOPPER, AMPERE = Gpu.of(90), Gpu.of(80)
 ON_AMPERE, ON_HOPPER = replace(AMPERE, sms=2), replace(HOPPER, sms=2)
 
@@ -186,7 +186,7 @@ def test_what_does_not_fit_or_is_another_kind_has_no_kernel(gpu: Gpu) -> None:
         plan_stack(dense(2048, 2048, 2048), "float64", LARGE, gpu)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", batches.BATCHES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tilings_are_within_the_limits(dtype: str, batch: int) -> None:
     for gpu, states in itertools.product((HOPPER, AMPERE), (False, True)):
@@ -199,7 +199,7 @@ def test_tilings_are_within_the_limits(dtype: str, batch: int) -> None:
 
 def test_each_way_to_run_a_stack_is_shown_with_the_one_that_is_chosen() -> None:
     layers = dense(10, 59, 59, 8)
-    ways = schemes(" | ".join(layer.text for layer in layers), "float64", BATCHES.index(LARGE), HOPPER)
+    ways = schemes(" | ".join(layer.text for layer in layers), "float64", batches.BATCHES.index(LARGE), HOPPER)
     assert len(ways) > 4 and {way.weights for way in ways} == {RESIDENT}
     assert plan_stack(layers, "float64", LARGE, HOPPER).us in [way.plan.us for way in ways]
 
@@ -207,7 +207,7 @@ def test_each_way_to_run_a_stack_is_shown_with_the_one_that_is_chosen() -> None:
 def test_layers_that_do_not_fit_are_cut_into_runs_that_do() -> None:
     text = " | ".join(layer.text for layer in dense(*[96] * 13))
     for gpu in (HOPPER, AMPERE):
-        runs = runs_of(text, "float32", gpu, 2)
+        runs = runs_of(text, "float32", gpu, batches.LAST)
         assert len(runs) > 1 and [end for _, end in runs[:-1]] == [begin for begin, _ in runs[1:]]
         assert runs[0][0] == 0 and runs[-1][1] == 12
 

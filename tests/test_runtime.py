@@ -187,9 +187,9 @@ def test_wrong_plans(text: str, message: str) -> None:
 
 
 def test_batch_classes() -> None:
-    batches = (0, 1, 64, 65, 2048, 2049, 8192, 8193, 2**40)
+    batches = (0, 1, 4, 5, 64, 65, 256, 257, 2048, 2049, 8192, 8193, 2**40)
     found = [torch.ops.factorlayer.batch_class(batch) for batch in batches]
-    assert found == [0, 0, 0, 1, 1, 2, 2, 3, 3] == list(map(class_of, batches))
+    assert found == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5] == list(map(class_of, batches))
 
 
 # Launches

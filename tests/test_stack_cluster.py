@@ -14,12 +14,12 @@ from test_emulator import check_stack, check_states, drawing, drawn_tensors, sta
 from test_resident_stack import INTO_INFINITIES, MOST_SPILLED, OPTIONS, check_infinities, dense
 
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels import batches
 from factorlayer.kernels.stack.stack_cluster import StackCluster, tile, tilings
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.plan import Plan
 
-SMALL, MEDIUM, _, LARGE = BATCHES
+SMALL, MEDIUM, LARGE = batches.FEW, batches.SOME, batches.BATCHES[-1]
 HOPPER, AMPERE = Gpu.of(90), Gpu.of(80)
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_or_is_another_kind_has_no_kernel() -> None:
     assert tile((*dense(8, 16), factors), "float32", LARGE, HOPPER) is None
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", batches.BATCHES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tilings_are_within_the_limits(dtype: str, batch: int) -> None:
     for states in (False, True):
@@ -134,7 +134,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("widths", "activation", "dtype"), COMPILED, ids=str)
 def test_compiles_without_a_spill(widths: tuple[int, ...], activation: str, dtype: str, usage_of: UsageOf) -> None:
-    for batch in BATCHES:
+    for batch in batches.BATCHES:
         planned = tile(dense(*widths, activation=activation), dtype, batch, HOPPER)
         assert planned is not None
         usage = usage_of(planned.source("kernel"), "kernel", HOPPER.architecture, OPTIONS)

@@ -29,7 +29,7 @@ from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.activations.texts import activation_of
 from factorlayer.autograd.runtime import CompileError
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import SOME, class_of
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.planner import plan, plan_of, plan_stack
 from factorlayer.plan.schemes import schemes
@@ -347,13 +347,13 @@ def test_predictions_are_of_the_plan_that_runs_for_the_rows_batch(monkeypatch: p
     monkeypatch.setattr(sweep_plans, "gpu_limits", lambda device: (gpu.arch, gpu.sms, gpu.shared))
     workload = Layer("a pair", "kronecker", 300, (32, 32), (32, 32), "cpu", (), "this test")
     call = build("v3", workload, draw_tensors(workload, "bfloat16"))
-    made = plan(Chain.of(workload.spec, False, "identity"), "bfloat16", BATCHES[1], gpu)
+    made = plan(Chain.of(workload.spec, False, "identity"), "bfloat16", SOME, gpu)
     assert sweep_plans.predicted_us(call) == sum(p.us_of(300) for p in made.passes) > 0
     block = Block("a block", (16, 32, 16), "relu", 300, "cpu", (), "this test")
     call = build("v3", block, draw_tensors(block, "bfloat16"))
     (stack,) = call.function.stacks  # type: ignore[attr-defined]
     chains = tuple(layer.chain for layer in stack.layers)
-    made = plan_stack(chains, "bfloat16", BATCHES[1], gpu)
+    made = plan_stack(chains, "bfloat16", SOME, gpu)
     assert sweep_plans.predicted_us(call) == sum(p.us_of(300) for p in made.passes) > 0
 
 
@@ -364,7 +364,7 @@ def test_candidates_are_installed_one_by_one_and_the_chosen_plan_behind_them(mon
     text = Chain.of(workload.spec, False, "identity").text
 
     def install(chain: str, dtype: torch.dtype, batch_class: int, device: int, plan: str) -> None:
-        assert (chain, dtype, batch_class) == (text, torch.bfloat16, 1)
+        assert (chain, dtype, batch_class) == (text, torch.bfloat16, class_of(SOME))
         installed.append(plan)
         if len(installed) == 2:
             raise CompileError("not this one")
@@ -377,9 +377,9 @@ def test_candidates_are_installed_one_by_one_and_the_chosen_plan_behind_them(mon
     monkeypatch.setattr(sweep_plans, "install", install)
     monkeypatch.setattr(sweep_plans, "time_cuda", timed)
     found = sweep_plans.candidates([call], sweep_rows.EFFORTS["cuda"])
-    ways = schemes(text, "bfloat16", 1, gpu)
+    ways = schemes(text, "bfloat16", class_of(300), gpu)
     assert len(ways) > 2
-    assert installed == [way.plan.text() for way in ways] + [plan_of(text, "bfloat16", 1, gpu).text()]
+    assert installed == [way.plan.text() for way in ways] + [plan_of(text, "bfloat16", class_of(300), gpu).text()]
     assert list(found.values()) == [10.0 * i for i in range(1, len(ways) + 1) if i != 2]
 
 

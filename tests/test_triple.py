@@ -13,7 +13,7 @@ from emulator.driver import Array, Emulator, decode, encode
 from oracle import kronecker
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels import batches
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import triple
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -33,7 +33,7 @@ MOST_SPILLED = 32  # bytes, of values that are kept for a while
 HOPPER = Gpu.of(90)
 EPS = {"tf32": 2.0**-11, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 Sizes = tuple[int, int, int]
-SMALL, MEDIUM, _, LARGE = BATCHES
+SMALL, MEDIUM, LARGE = batches.FEW, batches.SOME, batches.BATCHES[-1]
 
 
 def chain_of(p: Sizes, q: Sizes, activation: str = "identity") -> Chain:

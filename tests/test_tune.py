@@ -5,6 +5,7 @@ Times are given, not taken, but in the tests of the clock itself.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from factorlayer import FactorLinear, FactorMLP, fuse
 from factorlayer.autograd.layer_ops import layer_at_once as every_layer_at_once
 from factorlayer.autograd.runtime import cache_folder, class_of_batch
 from factorlayer.cli.app import app
+from factorlayer.kernels.batches import BATCHES, MOST
 from factorlayer.tuning import choices, timing
 
 
@@ -120,8 +122,8 @@ def test_auto_runs_what_was_faster_in_its_class_and_pass(times: dict[str, float]
         layer.warmup(8, tune=True)
     assert ran(called, layer, torch.ones(64, 12)) == ["batched"]
     assert ran(called, layer, torch.ones(2, 3, 12)) == ["batched"]
-    assert ran(called, layer_of(), torch.ones(1, 12)) == ["batched"]  # another layer of the same text
-    assert ran(called, layer, torch.ones(65, 12)) == ["fused"]
+    assert ran(called, layer_of(), torch.ones(5, 12)) == ["batched"]  # another layer of the same text
+    assert [ran(called, layer, torch.ones(n, 12)) for n in (4, 65)] == [["fused"]] * 2
     assert ran(called, layer, torch.ones(8, 12), training=True) == ["fused"]
     assert ran(called, layer_of(dtype=torch.float64), torch.ones(8, 12).double()) == ["fused"]
     assert ran(called, layer_of(bias=False), torch.ones(8, 12)) == ["fused"]
@@ -201,8 +203,9 @@ def test_explain_says_where_the_choice_comes_from(times: dict[str, float]) -> No
 
 
 def test_the_classes_of_batch_are_those_of_plans() -> None:
-    assert [class_of_batch(n) for n in (64, 65, 2048, 2049, 8192, 8193)] == [0, 1, 1, 2, 2, 3]
-    assert [words.split()[-2] for words in choices.SAMPLES] == ["64", "2048", "8192", "8192"]
+    of_ends = [(class_of_batch(most), class_of_batch(most + 1)) for most in MOST]
+    assert of_ends == list(itertools.pairwise(range(len(BATCHES))))
+    assert [words.split()[-2] for words in choices.SAMPLES] == list(map(str, (*MOST, MOST[-1])))
 
 
 # Files
@@ -223,7 +226,7 @@ def test_the_folder_is_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_new_process_takes_what_was_kept(times: dict[str, float]) -> None:
     layer_of().warmup(8, tune=True)
     assert len(files()) == 2
-    done = in_a_new_process("layer(torch.ones(3, 12))\nprint(layer.explain(3).splitlines()[-1])")
+    done = in_a_new_process("layer(torch.ones(5, 12))\nprint(layer.explain(5).splitlines()[-1])")
     assert (done.stdout[:31], done.stderr) == ("runs batched, because it was me", "")
 
 
@@ -274,7 +277,7 @@ DAMAGES = {
     "no number": lambda text: text.replace('"batched_us": 20', '"batched_us": NaN, "x": 0'),
     "a chain": lambda text: text.replace("tied 1 3", "tied 1 5"),
     "a dtype": lambda text: text.replace("float32", "float31"),
-    "a class": lambda text: text.replace('"batch_class": 0', '"batch_class": 2'),
+    "a class": lambda text: text.replace('"batch_class": 1', '"batch_class": 2'),
     "a field": lambda text: text.replace('"samples"', '"simples"'),
     "deep": lambda text: "[" * 100000,
 }
@@ -427,7 +430,7 @@ def test_a_model_is_tuned_part_by_part(times: dict[str, float], called: list[str
     modes = [part.training for part in model.modules()]
     found = factorlayer.tune(model, torch.randn(70, 12))
     assert [tuned.name for tuned in found[::2]] == ["FactorMLP: layers.0, layers.1, layers.2", "0", "4"]
-    assert all(tuned.choice and tuned.choice.batch_class == 1 for tuned in found) and len(found) == 6
+    assert all(tuned.choice and tuned.choice.batch_class == 2 for tuned in found) and len(found) == 6
     assert [part.training for part in model.modules()] == modes and model[1].num_batches_tracked == 0
     model.eval()
     assert set(ran(called, model, torch.ones(70, 12))) == {"batched"}

@@ -99,7 +99,9 @@ const Program* build(Slot& slot, const PlanKey& key, const std::string& text, st
 
 }  // namespace
 
-int batch_class(int64_t batch) { return batch <= 64 ? 0 : batch <= 2048 ? 1 : batch <= 8192 ? 2 : 3; }
+int batch_class(int64_t batch) {
+  return int(std::lower_bound(std::begin(MOST_OF_CLASS), std::end(MOST_OF_CLASS), batch) - std::begin(MOST_OF_CLASS));
+}
 
 size_t KeyHash::operator()(const PlanKey& key) const {
   const size_t small = size_t(key.device) * 16 + size_t(key.batch_class) * 4 + size_t(key.dtype);

@@ -32,6 +32,7 @@ Predicting = Callable[[int], Callable[[str], float]]  # the same function for nu
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
 SLAB = 32  # samples
 IN_SLABS = 64  # samples, of which there have to be a multiple
+ASKED_OF_SOME = ASKED[2] + ASKED[3]  # numbers of samples, from 65 to 2048, that times are asked for
 LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order: more than few
 
 
@@ -58,8 +59,9 @@ class Ops:
 
     `fits` says which chains have a kernel. all_gradients makes all gradients of a chain at once, those of x and of a
     bias if their bits are set. slopes makes a product and the slopes behind or before it, and slopes_and_sums the sums
-    of that as well. `fits_few` says which chains have a kernel for few samples. `us` predicts how long a text's kernels
-    take for a number of samples. `learned` makes the gradients of an activation's parameters, by PyTorch.
+    of that as well. `fits` says which chains have a kernel, for graphs, which serve all batches; `fits_in` says it of
+    each class of batches. `us` predicts how long a text's kernels take for a number of samples. `learned` makes the
+    gradients of an activation's parameters, by PyTorch.
     """
 
     forward: Callable[[Tensor, Sequence[Tensor], Tensor | None, str], Tensor]
@@ -70,12 +72,12 @@ class Ops:
     fits: Callable[[Chain], bool] = _never
     learned: Callable[..., tuple[Tensor, ...]] = _before_activation
     stack: Callable[..., Tensor] = torch.stack
-    fits_few: Callable[[Chain], bool] | None = None
+    fits_in: Sequence[Callable[[Chain], bool]] = ()
     us: Predicting | None = None
     add: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.add_
 
     def fits_of(self, batch: int) -> Callable[[Chain], bool]:
-        return self.fits_few if self.fits_few and batch < LEAST_MIXED else self.fits
+        return self.fits_in[class_of(batch)] if self.fits_in else self.fits
 
 
 @dataclass(frozen=True)
@@ -504,10 +506,10 @@ def visits_of(ops: Ops, text: str, wanted: int, batch: int) -> tuple[Visit, ...]
 
 @functools.lru_cache(4096)
 def counts_as(batch: int) -> int:
-    """The number of samples that predictions are asked for. In the middle class of batches it is three quarters of the
-    power of two that `batch` rounds up to; in the others, the number that the class is planned for."""
+    """The number of samples that predictions are asked for. Of some it is three quarters of the power of two that
+    `batch` rounds up to; of others, the number that the class is planned for."""
     if LEAST_MIXED <= batch <= MOST_SOME:
-        return next(each for each in ASKED[1] if 3 * batch <= 4 * each)
+        return next(each for each in ASKED_OF_SOME if 3 * batch <= 4 * each)
     return BATCHES[class_of(batch)]
 
 
@@ -515,7 +517,7 @@ def _are_few(ops: Ops, text: str, wanted: int, batch: int) -> bool:
     """Whether all gradients of a Monarch layer of some hundreds of samples are predicted to take less by the kernels of
     few than otherwise."""
     counted = counts_as(batch)
-    return ops.us is not None and counted in ASKED[1] and _count_as_few(text, wanted, ops.fits, ops.us, counted)
+    return ops.us is not None and counted in ASKED_OF_SOME and _count_as_few(text, wanted, ops.fits, ops.us, counted)
 
 
 @functools.lru_cache(1024)

@@ -35,10 +35,10 @@ from factorlayer.autograd.runtime import (
     why_not_on_gpu,
 )
 from factorlayer.autograd.vectors import are_vectors, as_samples, one_by_one
-from factorlayer.kernels.batches import BATCHES, SOME
+from factorlayer.kernels.batches import BATCHES, OF_SOME
 from factorlayer.maths.batched import batched
 from factorlayer.maths.chain import MOST_CONTRACTIONS, Chain
-from factorlayer.plan.plan import ASKED, asked_of, takes_turns
+from factorlayer.plan.plan import asked_of, takes_turns
 
 MOST_WANTED = 61  # weights that the op `backward` has bits for
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -138,7 +138,7 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
 
 
 @functools.lru_cache(1024)
-def has_kernel(text: str, dtype: torch.dtype, device: int, batch_class: int = SOME) -> bool:
+def has_kernel(text: str, dtype: torch.dtype, device: int, batch_class: int = OF_SOME) -> bool:
     """Whether the engine has kernels of its own for a text, of so many samples."""
     return ask_planner("has_plan", text, dtype, batch_class, device) == "True"
 
@@ -555,16 +555,13 @@ _prepared: set[Hashable] = set()  # backward passes whose kernels are there, or 
 def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
     """What gradients are made of on a GPU: ops without the Python call around them, which only torch.compile needs."""
 
-    def fits(chain: Chain) -> bool:
-        return has_kernel(chain.text, dtype, device)
+    def fits_of(batch_class: int) -> Callable[[Chain], bool]:
+        return lambda chain: has_kernel(chain.text, dtype, device, batch_class)
 
-    def fits_few(chain: Chain) -> bool:
-        return has_kernel(chain.text, dtype, device, batch_class=0)
-
+    @functools.cache
     def us_of(batch: int) -> Callable[[str], float]:
         return lambda text: predicted_us(text, batch, dtype, device)
 
-    predicting = {batch: us_of(batch) for batch in (BATCHES[0], *ASKED[1], *BATCHES[2:])}
     ops = torch.ops.factorlayer
     return Ops(
         explaining(ops.forward.default._op),
@@ -572,9 +569,9 @@ def cuda_ops(device: int, dtype: torch.dtype) -> Ops:
         explaining(ops.gradients.default._op),
         explaining(ops.slopes.default._op),
         explaining(ops.slopes_and_sums.default._op),
-        fits,
-        fits_few=fits_few,
-        us=lambda batch: predicting[counts_as(batch)],
+        fits_of(OF_SOME),
+        fits_in=[fits_of(each) for each in range(len(BATCHES))],
+        us=lambda batch: us_of(counts_as(batch)),
     )
 
 

@@ -5,41 +5,34 @@ from __future__ import annotations
 
 import bisect
 
-MOST_FEW, MOST_SOME, MOST_MORE = 64, 2048, 8192  # samples of a class, as csrc/runtime has them; the last has no end
-BATCHES = (16, 1024, 4096, 16384)  # what a class is planned for: few, some, more and many samples
-SOME, LAST = 1, len(BATCHES) - 1  # classes; a layer that has a kernel for some samples has one for more and for many
-FEW = BATCHES[0]
-OF_FEW = (3 / 8, 3 / 4, 3 / 2, 3)  # times as many, 6 to 48, are what plans of few are compared by
-OF_MORE = (3 / 4, 3 / 2)  # and of more, 3072 and 6144
-TIMES_FEWER = 4  # samples than a class is planned for, with which few blocks may leave most of a last round idle
-LEAST_OF_SOME = 128  # with few of some, most of a GPU may be idle
-# Sequences of a recurrence, whose groups take turns: of plans of up to 64, and of up to 2048
-OF_SEQUENCES = (4, 8, 16, 32, 64), (128, 256, 512, 1024, 2048)
+MOST = 4, 64, 256, 2048, 8192  # samples of a class, as csrc/runtime has them; the last has no end
+BATCHES = 2, 16, 192, 1024, 4096, 16384  # what a class is planned for
+LAST, OF_SOME = 5, 3  # classes: of many samples, and that of SOME
+# Times as many samples, which plans and tilings of a class are compared by: those with one number may happen to have as
+# many tiles as a GPU takes at once
+COMPARED = (1 / 2, 1, 2), (3 / 4, 3 / 2, 2, 3), (1 / 2, 1, 4 / 3), (1 / 2, 1, 3 / 2), (3 / 4, 1, 3 / 2), (1, 4, 16)
+FEW, SOME = BATCHES[1], BATCHES[3]  # up to the one, plans are of few samples; the other stands for all that are not
+MOST_FEW, MOST_SOME = MOST[1], MOST[3]
+# Sequences of a recurrence, whose groups take turns, of each class but the last two
+OF_SEQUENCES = (1, 2, 4), (8, 16, 32, 64), (128, 256), (512, 1024, 2048)
 
 
 def class_of(batch: int) -> int:
     """The class that a number of samples belongs to, as csrc/runtime says it: its plan was made for BATCHES[class]."""
-    return bisect.bisect_left((MOST_FEW, MOST_SOME, MOST_MORE), batch)
+    return bisect.bisect_left(MOST, batch)
 
 
-def are_more(batch: int) -> bool:
-    """Whether a number of samples stands for the class of more: 2049 to 8192."""
-    return MOST_SOME < batch <= MOST_MORE
+def most_of_class(batch: int) -> int:
+    """The most samples that the plan of a batch's class is for."""
+    return next((most for most in MOST if batch <= most), 1 << 40)
 
 
-def few_samples(batch: int) -> tuple[int, ...]:
-    """Numbers of samples that what is made for so few is compared by."""
-    return tuple(round(each * batch) for each in OF_FEW)
-
-
-def more_samples(batch: int) -> tuple[int, ...]:
-    """The same of more."""
-    return tuple(round(each * batch) for each in OF_MORE)
+def stands_for(batch: int) -> int:
+    """The number of samples whose plan says what a chain has kernels for: all classes of few are alike, and all others,
+    as graphs serve any batch."""
+    return FEW if batch <= FEW else SOME
 
 
 def samples_of_class(batch: int) -> tuple[int, ...]:
-    """Numbers of samples that tilings are compared by for a class of batches: of few and of more, some that it has; of
-    others, TIMES_FEWER as well."""
-    if batch <= FEW:
-        return few_samples(batch)
-    return more_samples(batch) if are_more(batch) else (batch, -(-batch // TIMES_FEWER))
+    """Numbers of samples that plans and tilings are compared by for the class of a batch."""
+    return tuple(max(1, round(each * batch)) for each in COMPARED[class_of(batch)])

@@ -17,7 +17,6 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, Told, ask_for, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import FEW as FEW_SAMPLES
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.resident import (
@@ -42,7 +41,7 @@ from factorlayer.kernels.tiling import (
     units_of,
     weights_us,
 )
-from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_few, waits_of
+from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_class, waits_of
 from factorlayer.kernels.work import OF_TENSOR, Mode, Work, merged, round_up, told_inputs
 
 # Tiles of 16 x 8 that a warp has of a weight's gradient, down and across.
@@ -565,7 +564,7 @@ def _grouped(
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)
         us += begin + end
         of = TileUs(*made_of, begin + end), units, groups, blocks
-        weight = us if batch > FEW_SAMPLES else us_of_few(*of, total, gpu)
+        weight = us_of_class(batch, *of, total, gpu)
         yield weight, (*fields, groups, slots, parts, places, gpu, us), (*made_of, begin + end)
 
 

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from factorlayer.device.code import ELEMENT, Long, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.batches import most_of_class
 from factorlayer.kernels.factor_gradients import FactorGradients
-from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Placed
+from factorlayer.kernels.passes import MOST_BLOCKS, OneSpread, Pass, Placed, fastest
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 
@@ -38,11 +39,6 @@ TILES = {
     "bfloat16": {(4, 4): 160, (2, 8): 160, (2, 4): 112, (2, 2): 88, (1, 4): 88, (1, 2): 80, (1, 1): 72},
 }
 TILES["float16"] = TILES["bfloat16"]
-
-
-def most_samples(batch: int) -> int:
-    """The most samples of the batches that have one plan: csrc/runtime's classes."""
-    return next((most for most in (64, 2048) if batch <= most), 1 << 40)
 
 
 class States(NamedTuple):
@@ -90,7 +86,7 @@ class InTiles(Sums):
     @kept
     def most(self) -> int:
         """Blocks for a tile."""
-        wanted = -(-most_samples(self.batch) * self.units_per_sample // self.units_per_block)
+        wanted = -(-most_of_class(self.batch) * self.units_per_sample // self.units_per_block)
         return int(max(1, min(self.gpu.sms * self.blocks // self.tiles, wanted)))
 
 
@@ -259,7 +255,7 @@ class Gradient(TileSums):
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
     def us_of(self, batch: int) -> float:
-        return _time(replace(self, batch=batch))
+        return _time(self, batch)
 
     @property
     def details(self) -> str:
@@ -492,9 +488,13 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> Gradient | None:
     """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
-    timed = ((_time(plan), plan) for plan in _tilings(contraction, dtype, batch, gpu, states))
-    found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
-    return replace(found[1], us=found[0]) if found else None
+    found = fastest(_tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
+    return replace(found, us=found.us_of(batch)) if found else None
+
+
+def reduction_us(plan: TileSums) -> float:
+    """Microseconds of the kernel that adds up the blocks' sums, where there is one."""
+    return 0.0 if plan.is_whole else REDUCTION_US
 
 
 def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States) -> Iterator[Gradient]:
@@ -515,10 +515,10 @@ def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States) -
                     yield replace(plan, registers=needed)
 
 
-def _time(plan: Gradient) -> float:
+def _time(plan: Gradient, batch: int) -> float:
     """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
     c, gpu = plan.contraction, plan.gpu
-    chunks = -(-plan.batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
+    chunks = -(-batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
     blocks = min(-(-chunks // LEAST_CHUNKS), plan.most) * plan.tiles
     each = -(-blocks // (gpu.sms * plan.blocks)) * plan.blocks * -(-chunks * plan.tiles // blocks)
     states = plan.wg * plan.bk * (plan.bm + plan.bn)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.kernels.batches import samples_of_class
 
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
 MOST_TENSORS = 61  # of a stack that a kernel is given, and one more for the gradient behind them
+FAR = 1.5  # times the least predicted time
 CHUNK_BYTES = 512 << 20  # of a state between passes: each pass then runs long enough for its start not to count
 
 
@@ -308,9 +310,26 @@ def scratch_of(states: Mapping[str, int], sums: int = 0) -> tuple[int, ...]:
 Tiled = TypeVar("Tiled", bound=Pass)
 
 
-def fastest(plans: Iterable[Tiled]) -> Tiled | None:
-    """The tiling of a family that is predicted to be the fastest; None where it has none."""
-    return min(plans, key=lambda plan: plan.us, default=None)
+def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
+    """What passes are predicted to take, or would for another number of samples."""
+    return sum(p.us_of(batch) if batch else p.us for p in passes)
+
+
+def class_us(passes: Sequence[Pass], batch: int) -> float:
+    """What passes are predicted to take for the class of batches that a number of samples stands for."""
+    samples = samples_of_class(batch)
+    return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
+
+
+def fastest(plans: Iterable[Tiled], batch: int, behind: Callable[[Tiled], float] = lambda plan: 0.0) -> Tiled | None:
+    """The tiling of a family that is predicted to be the fastest for a class of batches, with microseconds `behind` it;
+    None where it has none. Those that take far longer than another one for the number of samples that the class is
+    planned for are not looked at further."""
+    timed = [(plan.us_of(batch) + behind(plan), plan) for plan in plans]
+    most = FAR * min((us for us, _ in timed), default=0.0)
+    near = [plan for us, plan in timed if us <= most]
+    batches = samples_of_class(batch)
+    return min(near, key=lambda plan: math.prod(plan.us_of(each) + behind(plan) for each in batches), default=None)
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import FEW
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
     LINE,
@@ -29,7 +28,7 @@ from factorlayer.kernels.stages import (
     times_of_copies,
     together,
 )
-from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_few, waits_of
+from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_class, waits_of
 from factorlayer.kernels.work import OF_TENSOR, Inputs, Mode, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
@@ -232,7 +231,7 @@ def _tilings(
                     begin = weight_bytes / WEIGHTS_RATE + made * weights_us(work, 32 * warps * groups, gpu)
                     us += begin
                     of = TileUs(*made_of, begin), units, groups, blocks
-                    weight = us if batch > FEW else us_of_few(*of, total, gpu)
+                    weight = us_of_class(batch, *of, total, gpu)
                     yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*made_of, begin)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import FEW, OF_FEW
+from factorlayer.kernels.batches import COMPARED, class_of
 from factorlayer.kernels.stages import TileUs
 
 Timed = TypeVar("Timed", bound=tuple[Any, ...])
@@ -65,15 +65,14 @@ def predict(
 
 def most_of(batch: int) -> float:
     """The most samples that tilings for so many are compared by."""
-    return OF_FEW[-1] * batch if batch <= FEW else batch
+    return COMPARED[class_of(batch)][-1] * batch
 
 
-def us_of_few(made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:
-    """What tiles of so many units take, in the mean of numbers of samples that few stands for: with one number of them,
-    tiles may happen to be as many as there are groups."""
-    most = max(1, gpu.sms // blocks)
-    times = (made.of(math.ceil(each * total / units), groups, most, gpu) for each in OF_FEW)
-    return math.prod(times) ** (1 / len(OF_FEW))
+def us_of_class(batch: int, made: TileUs, units: int, groups: int, blocks: int, total: int, gpu: Gpu) -> float:
+    """What tiles of so many units take, in the mean of the numbers of samples that plans are compared by."""
+    most, compared = max(1, gpu.sms // blocks), COMPARED[class_of(batch)]
+    times = (made.of(math.ceil(each * total / units), groups, most, gpu) for each in compared)
+    return math.prod(times) ** (1 / len(compared))
 
 
 class Fastest:
@@ -81,7 +80,7 @@ class Fastest:
     fastest alone need not see what cannot be faster."""
 
     def __init__(self, batch: int, gpu: Gpu) -> None:
-        self.us, self.of_few, self.gpu = math.inf, batch <= FEW, gpu
+        self.us, self.gpu, self.compared = math.inf, gpu, COMPARED[class_of(batch)]
 
     def among(self, tilings: Iterable[Timed]) -> Iterator[Timed]:
         """Each that is faster than the ones before it, by the time that it begins with."""
@@ -113,7 +112,5 @@ class Fastest:
         busy *= slower_together(groups * warps)
         each = max((memory + parts) / BUS, max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN))
         start = rates.behind_us + begin
-        if not self.of_few:
-            return start + max(alone, -(-total // most) * each) < self.us
-        times = (start + max(alone, math.ceil(few * total / most) * each) for few in OF_FEW)
-        return math.prod(times) < self.us ** len(OF_FEW)
+        times = (start + max(alone, math.ceil(share * total / most) * each) for share in self.compared)
+        return math.prod(times) < self.us ** len(self.compared)

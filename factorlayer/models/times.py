@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import LEAST_MIXED, launched_texts
+from factorlayer.autograd.backward import launched_texts
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
-from factorlayer.kernels.batches import SOME
+from factorlayer.kernels.batches import class_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Ways
@@ -68,7 +68,7 @@ def _us(spec: LayerSpec, bias: bool, dtype: str, tf32: bool, samples: int, gpu: 
 
 
 def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> float:
-    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory, 0 if samples < LEAST_MIXED else SOME
+    limits = gpu.arch, gpu.sms, gpu.shared, gpu.memory, class_of(samples)
     asked = [(text, samples)]
     if training:
 

@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterator
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.batches import FEW
+from factorlayer.kernels.passes import Pass, class_us
 from factorlayer.kernels.product.streamed import products
 from factorlayer.maths.chain import Chain
 from factorlayer.plan import whole
 from factorlayer.plan.cuts import cuts
 from factorlayer.plan.plan import PASS_US, PASS_WEIGHT, Plan, PlanError
-from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
+from factorlayer.plan.products import one_by_one
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Offer, fastest, offers
 from factorlayer.plan.registry.monarch import OF_MONARCH
@@ -42,22 +42,18 @@ def forward(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         best = _one_by_one(chain, dtype, batch, gpu, best)
     if chain.inputs or chain.slope:
         return best.passes
-    of_class = functools.partial(class_us, batch=batch, untied=chain.is_monarch)
-    at_once = [
-        (offer.us / sum_us(offer.passes) * of_class(offer.passes), offer.passes)
-        for offer in _at_once(chain, dtype, batch, gpu)
-    ]
+    of_class = functools.partial(class_us, batch=batch)
+    at_once = [(offer.us, offer.passes) for offer in _at_once(chain, dtype, batch, gpu)]
     apart = min([(of_class(best.passes), best.passes), *at_once], key=lambda way: way[0])[1]
-    if batch <= BATCHES[0] or not whole.takes(chain, dtype):
+    if batch <= FEW or not whole.takes(chain, dtype):
         return apart
     product = dense(whole.dense(chain), dtype, batch, gpu)
     together = whole.forward(chain, product, dtype, gpu) if product else ()
     if not together:
         return apart
     margin = family_of(apart[-1]).margin.of(chain, dtype, batch, gpu) if apart is not best.passes else 1.0
-    us = of_class if chain.is_monarch else functools.partial(evenly_us, batch=batch)
     of_whole = whole.family(chain).margin.of(chain, dtype, batch, gpu)
-    return together if of_whole * us(together) < margin * us(apart) else apart
+    return together if of_whole * of_class(together) < margin * of_class(apart) else apart
 
 
 def _one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu, other: Plan | None) -> Plan:
@@ -95,7 +91,7 @@ def dense(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
         return forward(layer, dtype, batch, gpu)
     ways = [fastest(OF_SCALED_PRODUCT, *products(layer, dtype), batch, gpu)]
     ways += [fastest(OF_DENSE_LAYER, (layer,), dtype, batch, gpu)]
-    return min(filter(None, ways), key=sum_us, default=())
+    return min(filter(None, ways), key=functools.partial(class_us, batch=batch), default=())
 
 
 def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Offer]:
@@ -103,7 +99,7 @@ def _at_once(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Offer]:
     few samples, or a stack of one for more."""
     yield from _first(offers(OF_MONARCH, chain, dtype, batch, gpu))
     if chain.is_dense and not chain.turn and not chain.x_turned:
-        if batch > BATCHES[0]:
+        if batch > FEW:
             yield from _first(offers(OF_DENSE_LAYER, (chain,), dtype, batch, gpu))
         else:
             yield from _first(offers(OF_FEW_DENSE, *products(chain, dtype), batch, gpu, first=True, last=True))

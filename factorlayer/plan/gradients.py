@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES, LEAST_OF_SOME
+from factorlayer.kernels.batches import BATCHES, FEW, SOME, stands_for
 from factorlayer.kernels.gradient import REDUCTION_US
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, class_us, sum_us
 from factorlayer.kernels.product.streamed import products
 from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
@@ -20,7 +20,7 @@ from factorlayer.plan import whole
 from factorlayer.plan.cuts import around, modes_of
 from factorlayer.plan.forward import dense, forward
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.products import class_us, evenly_us, one_by_one, sum_us
+from factorlayer.plan.products import one_by_one
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import OF_FACTORS, OF_ONE_FACTOR
 from factorlayer.plan.registry.monarch import MONARCH_PAIRS, OF_ONE_UNTIED, OF_ONE_UNTIED_BY_SLABS, OF_TWO_UNTIED
@@ -39,7 +39,7 @@ from factorlayer.plan.visits import apart_us, are_worth_it, visits
 # the ratio of their times counts: what few samples lose by it are microseconds. Of 225 drawn Monarch layers the way
 # taken is predicted to take 1.02 and 1.002 of the faster one's time with up to 2048 samples and with more, where all
 # count alike 1.01 and 1.03, twice as long at worst
-COUNTS = {LEAST_OF_SOME: 0.5, BATCHES[1]: 1, BATCHES[-1]: 2}
+COUNTS = {128: 0.5, SOME: 1, BATCHES[-1]: 2}
 
 
 def of_weight(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -85,7 +85,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
     if not chain.bias:
         return min(_all_gradients(chain, dtype, batch, gpu), key=sum_us)
     # What has a plan for some samples has one for many as well.
-    classes = BATCHES[1:] if batch > BATCHES[0] else ()
+    classes = BATCHES[2:] if batch > FEW else ()
     found = [_with_bias(chain, dtype, each, gpu) for each in (batch, *classes)]
     if not all(found):
         raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
@@ -108,7 +108,7 @@ def _all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tupl
     """The ways to make all gradients, at least one. Raises PlanError if there is none."""
     ways_back = _of_factors(chain, dtype, batch, gpu) if chain.inputs else _ways_back(chain, dtype, batch, gpu)
     found = (*ways_back, *_by_visits(chain, dtype, batch, gpu))
-    if batch > BATCHES[0] and chain.is_kronecker and whole.takes(chain, dtype):
+    if batch > FEW and chain.is_kronecker and whole.takes(chain, dtype):
         found = _or_as_dense(found, chain, dtype, batch, gpu)
     if not found:
         raise PlanError(f"no pass makes all gradients of {chain.text!r} at once")
@@ -122,8 +122,8 @@ def _or_as_dense(
     Kronecker product."""
     if not (together := _as_dense(chain, dtype, batch, gpu)):
         return others
-    us = whole.family(chain).margin.of(chain, dtype, batch, gpu) * evenly_us(together, batch)
-    faster = us < min(evenly_us(each, batch) for each in others) if others else _is_worth_a_weight(chain, dtype, gpu)
+    us = whole.family(chain).margin.of(chain, dtype, batch, gpu) * class_us(together, batch)
+    faster = us < min(class_us(each, batch) for each in others) if others else _is_worth_a_weight(chain, dtype, gpu)
     return (together,) if faster else others
 
 
@@ -161,7 +161,7 @@ def _ways_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[tuple
             yield visit
     elif chain.x_turned:
         return
-    elif chain.few or (batch <= BATCHES[0] and chain.is_monarch):
+    elif chain.few or (batch <= FEW and chain.is_monarch):
         yield from ways(OF_TWO_UNTIED, chain, dtype, batch, gpu)
     elif chain.is_monarch:
         if whole.takes(chain, dtype) and _are_worth_one_visit(chain, dtype, gpu):
@@ -185,7 +185,7 @@ def _are_less_apart(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     """Whether several calls are predicted to take less than families that make all gradients of so many factors. The
     answer for many samples is that for some, as a chain with a plan for the one class of batches has one for the
     other."""
-    batch = min(batch, BATCHES[1])
+    batch = stands_for(batch)
     outer, _ = around(chain)
     together = ways(OF_FACTORS, modes_of(chain), outer, dtype, batch, gpu)
     return apart_us(chain, dtype, batch, gpu) < min(map(sum_us, together), default=0.0)
@@ -223,7 +223,7 @@ def _of_two_untied(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple
     take."""
     ways = (WHOLE_MONARCH, _as_dense), (MONARCH_PAIRS, MONARCH_PAIRS.way)
     found = [(family, make(chain, dtype, batch, gpu)) for family, make in ways]
-    return [(family.margin.times * class_us(passes, batch, untied=True), passes) for family, passes in found if passes]
+    return [(family.margin.times * class_us(passes, batch), passes) for family, passes in found if passes]
 
 
 @functools.lru_cache(256)

@@ -17,15 +17,16 @@ from factorlayer.maths.chain import Chain
 # Numbers of samples that times are asked for, in each class of batch sizes: three quarters of each power of two that a
 # number may round up to. Between two of them, and beyond the last ones, times lie on a line.
 ASKED = (
-    (1, 3, 6, 12, 24, 48),
-    (96, 192, 384, 768, 1536),
+    (1, 3),
+    (6, 12, 24, 48),
+    (96, 192),
+    (384, 768, 1536),
     (3 << 10, 6 << 10),
     tuple(12 << bits for bits in range(10, 17)),
 )
 # Groups of a recurrence's sequences take turns: powers of two themselves, of as many numbers. Times of few are steps.
 ASKED_OF_GROUPS = (
-    (1, *OF_SEQUENCES[0]),
-    OF_SEQUENCES[1],
+    *OF_SEQUENCES,
     (4 << 10, 8 << 10),
     tuple(16 << bits for bits in range(10, 17)),
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import BATCHES, LAST, SOME
+from factorlayer.kernels.batches import BATCHES, LAST, OF_SOME
 from factorlayer.maths.chain import Chain, parse_layers
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import Plan, PlanError, asked_of
@@ -55,7 +55,7 @@ def explain(chain: str, dtype: str, batch_class: int, arch: int, sms: int, share
 
 
 def has_plan(
-    chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = SOME
+    chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = OF_SOME
 ) -> bool:
     try:
         return bool(plan_of(chain, dtype, batch_class, Gpu(arch, sms, shared, memory)).passes)

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import (
-    BATCHES,
-    FEW,
-    LEAST_OF_SOME,
-    MOST_MORE,
-    are_more,
-    class_of,
-    few_samples,
-    more_samples,
-)
-from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.product.streamed import Product, batches_of, products, unturned
+from factorlayer.kernels.batches import FEW, MOST_SOME, samples_of_class
+from factorlayer.kernels.passes import Pass, sum_us
+from factorlayer.kernels.product.streamed import Product, products, unturned
 from factorlayer.maths.chain import Chain
-from factorlayer.plan.plan import ASKED, PlanError
+from factorlayer.plan.plan import PlanError
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import fastest
 from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES, OF_PRODUCT_OF_SOME, OF_TURN, STREAMED
@@ -32,42 +22,7 @@ from factorlayer.plan.registry.product import OF_PRODUCT, OF_PRODUCT_AND_SLOPES,
 # Times what a product and a turn behind it are predicted to take: 4 groups of 424 → 32 in fp16, and 16 groups to 688,
 # take 125 us either way.
 TURNED = 1.1
-OF_FEW = few_samples(BATCHES[0])  # that the smallest class counts for
-MANY_MORE = 4  # times as many samples as the largest class of batches is planned for, which count as well
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
-
-
-def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
-    """What passes are predicted to take, or would for another number of samples."""
-    return sum(p.us_of(batch) if batch else p.us for p in passes)
-
-
-def class_us(passes: Sequence[Pass], batch: int, untied: bool = False) -> float:
-    """What passes are predicted to take for the class of batches that a number of samples stands for: the smallest
-    counts for some numbers that it has, the middle one of untied contractions for its fewest samples as well, the last
-    one, which has no end, for MANY_MORE times as many."""
-    samples = samples_of(batch, untied)
-    return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
-
-
-def samples_of(batch: int, untied: bool = False) -> tuple[int, ...]:
-    """Numbers of samples that passes of the class of batches are compared by."""
-    if batch <= FEW:
-        return OF_FEW
-    if are_more(batch):
-        return more_samples(batch)
-    if batch > MOST_MORE:
-        return batch, MANY_MORE * batch
-    return (LEAST_OF_SOME, batch) if untied else (batch,)
-
-
-def evenly_us(passes: Sequence[Pass], batch: int) -> float:
-    """What class_us says of passes, for a comparison with passes that take longer without samples: the fewest samples
-    of the class count as well."""
-    samples = samples_of(batch)
-    if not are_more(batch):  # whose fewest are among these
-        samples = ASKED[class_of(batch)][0], *samples
-    return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
 def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
@@ -92,14 +47,14 @@ def _stored(product: Product, batch: int, gpu: Gpu, first: bool, last: bool) -> 
     they take turns: where it is predicted to be faster, groups are stored one behind another, and a second pass turns
     them."""
     made = product_pass(product, batch, gpu, first, last)
-    found = unturned(product) if batch > BATCHES[0] else None
+    found = unturned(product) if batch > FEW else None
     if not found:
         return (made,)
     other, turn = found
     # A turn rounds as well, to what only a state between two passes of ours is rounded to.
     dtype = product.dtype if product.ours_out else "float32" if product.dtype == "tf32" else product.dtype
     apart = product_pass(other, batch, gpu, first, last), *fastest(OF_TURN, *turn, dtype, batch, gpu)
-    batches = batches_of(product, batch)
+    batches = samples_of_class(batch)
     direct = math.prod(sum_us((made,), each) for each in batches)
     turned = math.prod(TURNED * sum_us(apart, each) for each in batches)
     return apart if turned < direct else (made,)
@@ -111,9 +66,9 @@ def product_pass(product: Product, batch: int, gpu: Gpu, first: bool = True, las
             return at_once[0]
         raise PlanError(f"no pass makes the product and the slopes of {product.contraction} at once")
     (made,) = fastest(OF_PRODUCT, product, batch, gpu, first=first, last=last)
-    if product.contraction.tied or not BATCHES[0] < batch <= BATCHES[1]:
+    if product.contraction.tied or not FEW < batch <= MOST_SOME:
         return made
-    batches = batches_of(product, batch)
+    batches = samples_of_class(batch)
     if made.is_for_many:
         made = min((made, *fastest((STREAMED,), product, batch, gpu)), key=lambda each: _together(each, batches))
     of_few = fastest(OF_PRODUCT_OF_SOME, product, batch, gpu, first=first, last=last)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import BATCHES, FEW
 from factorlayer.kernels.passes import Pass
 from factorlayer.maths.chain import Chain
 from factorlayer.plan.layers import plan
@@ -84,7 +84,7 @@ def back_us(layer: Chain, dtype: str, batch: int, gpu: Gpu) -> float:
     (c,) = layer.contractions
     plain = Chain((c,), tf32=layer.tf32)
     gradient = replace(plain, gradient=True)
-    turned = plan(Chain((), turn=(1, c.q, c.p), tf32=layer.tf32), dtype, BATCHES[0], gpu)  # the weight
+    turned = plan(Chain((), turn=(1, c.q, c.p), tf32=layer.tf32), dtype, FEW, gpu)  # the weight
     found = us(replace(plain, contractions=(replace(c, p=c.q, q=c.p),)))
     found += sum(turned.us / times for times in _times(batch))
 

@@ -15,17 +15,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.batches import stands_for
 from factorlayer.kernels.chain_backward import Places
 from factorlayer.kernels.gradient import REDUCTION_US, OfVisit, States, finished
-from factorlayer.kernels.passes import STATES, Pass
+from factorlayer.kernels.passes import STATES, Pass, class_us
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
 from factorlayer.plan.cuts import MOST_MODES, around, as_one, mergings, modes_of, order_of, parts_of, works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import PASS_WEIGHT
-from factorlayer.plan.products import evenly_us
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
@@ -184,8 +183,8 @@ def _or_apart(visit: tuple[Any, ...], work: Work, places: Places, batch: int, gp
     is_wide = "wgmma" in family_of(gradient).takes.needs
     margin = APART_WIDE if is_wide or made.size == 2 else APART
     apart = made, *back
-    taken = margin * evenly_us((*apart, *made.finishing), batch)
-    return visit if visit and evenly_us(visit, batch) <= taken else apart
+    taken = margin * class_us((*apart, *made.finishing), batch)
+    return visit if visit and class_us(visit, batch) <= taken else apart
 
 
 @functools.lru_cache(512)
@@ -228,7 +227,7 @@ def are_worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:
     """Whether visits are predicted to be faster than several calls, contraction by contraction, whose memory has to be
     worth as much as that between passes. The answer for many samples is that for some, as a chain with a plan for the
     one class of batches has one for the other."""
-    batch = min(batch, BATCHES[1])
+    batch = stands_for(batch)
     return any(_faster_and_faster(chain, dtype, batch, gpu, 0, PASS_WEIGHT * apart_us(chain, dtype, batch, gpu)))
 
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.batches import BATCHES
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.batches import FEW, samples_of_class
+from factorlayer.kernels.passes import Pass, class_us
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.product.wide import MIXED
 from factorlayer.kernels.work import Work
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.products import class_us, product_pass, samples_of
+from factorlayer.plan.products import product_pass
 from factorlayer.plan.registry.family import fastest, ways
 from factorlayer.plan.registry.kronecker import OF_WORK
 from factorlayer.plan.registry.product import OF_MIXED_PRODUCT, OF_PRODUCT_AND_SLOPES
@@ -25,7 +25,7 @@ def least_us(work: Work, batch: int, gpu: Gpu) -> float:
     first, *_, last = work.states
     moved = (math.prod(first) * work.held + math.prod(last) * work.terms) * work.outer * work.inner
     of_sample = least_of_sample(work, moved, 1, gpu)
-    samples = samples_of(batch)
+    samples = samples_of_class(batch)
     return math.prod(LEAST_OF_PASS + each * of_sample for each in samples) ** (1 / len(samples))
 
 
@@ -74,7 +74,7 @@ def single(work: Work, batch: int, gpu: Gpu) -> Pass | None:
         return next(iter(fastest(OF_PRODUCT_AND_SLOPES, product, batch, gpu)), None)
     if not before:
         return product_pass(product, batch, gpu)
-    if work.inputs or rank > 1 or batch <= BATCHES[0] or [(mode.p, mode.q) for mode in before] != [(MIXED, MIXED)]:
+    if work.inputs or rank > 1 or batch <= FEW or [(mode.p, mode.q) for mode in before] != [(MIXED, MIXED)]:
         return None
     product = replace(product, mixed=before[0].parts[0][0])
     return next(iter(fastest(OF_MIXED_PRODUCT, product, batch, gpu)), None)

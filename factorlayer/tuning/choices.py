@@ -24,10 +24,11 @@ from torch.compiler import is_compiling
 from factorlayer.autograd.build import VERSION
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.device.table import cache_folder
+from factorlayer.kernels.batches import MOST
 
 MARGIN = 1.03  # batched has to be faster by this factor: less is noise, and fused needs less memory
 FOLDER = "choices"  # in the cache's
-SAMPLES = "up to 64 samples", "up to 2048 samples", "up to 8192 samples", "more than 8192 samples"  # of a class
+SAMPLES = *(f"up to {most} samples" for most in MOST), f"more than {MOST[-1]} samples"  # of a class
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ TRAINED = [
     ("kronecker", "7 227 3", 66, "bfloat16", 2),
     ("kronecker", "48x40 40x64", 170, "bfloat16 tf32", 4),
     ("kronecker", "72 96", 66, "bfloat16", 2),
-    ("monarch", "4x192 192x4", 192, "tf32", 32),
+    ("monarch", "4x192 192x4", 320, "tf32", 32),
     ("monarch", "4x8 192x128", 70, "bfloat16"),
     ("monarch", "5x9 9x60", 70, "float16", 5),
     ("monarch", "4x3 3x5 2x4", 70, "float32 float64"),

@@ -91,7 +91,8 @@ def tile(
 ) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    return fastest(replace(plan, us=plan.us_of(batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
+    plans = (replace(plan, us=plan.us_of(batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
+    return fastest(plans, batch)
 
 
 def _tilings(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, most_samples
+from factorlayer.kernels.batches import MOST_FEW
+from factorlayer.kernels.gradient import SUM_BYTES
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, told_inputs
 
@@ -124,15 +125,15 @@ def tile(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
 ) -> PairClusterBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
-    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
+    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or batch > MOST_FEW:
         return None
     if not gpu.clusters or (inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype])):
         return None
     plans = [
-        replace(plan, us=_time(plan, batch, 2 * batch), inputs=inputs)
+        replace(plan, us=plan.us_of(batch), inputs=inputs)
         for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
     ]
-    return fastest(plans)
+    return fastest(plans, batch)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:
@@ -149,8 +150,8 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
                 break
 
 
-def _time(plan: PairClusterBackward, *batches: int) -> float:
-    """Predicted microseconds, on average of several numbers of samples."""
+def _time(plan: PairClusterBackward, batch: int) -> float:
+    """Predicted microseconds."""
     p0, p1, q0, q1 = plan.sizes
     gpu, size = plan.gpu, plan.size
     products = plan.span * max(q1 * (p1 + q0), q0 * (p0 + p1))  # of a group's unit
@@ -161,5 +162,5 @@ def _time(plan: PairClusterBackward, *batches: int) -> float:
     load = (weights + plan.groups * max(plan.span * p1 + q0 * q1, p0 * p1 + q0 * plan.span) * size) / gpu.l2_bytes
     exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes
     waves = -(-plan.split // gpu.sms)
-    rounds = sum(math.ceil(batch * plan.units_per_sample / plan.parts) for batch in batches)
-    return START_US + exchange + waves * (load + (UNIT_US + unit) * rounds / len(batches))
+    rounds = math.ceil(batch * plan.units_per_sample / plan.parts)
+    return START_US + exchange + waves * (load + (UNIT_US + unit) * rounds)

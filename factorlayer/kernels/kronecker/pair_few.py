@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import most_samples
+from factorlayer.kernels.batches import MOST_FEW
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import TakesTwoModes, Work
 
@@ -88,10 +88,10 @@ class PairFew(TakesTwoModes):
 
 def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
     """The fastest by prediction; None where this family has no kernel."""
-    if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or most_samples(batch) > 64:
+    if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or batch > MOST_FEW:
         return None
-    plans = [replace(plan, us=_time(plan, batch, 2 * batch)) for plan in tilings(work, gpu)]
-    return fastest(plans)
+    plans = [replace(plan, us=plan.us_of(batch)) for plan in tilings(work, gpu)]
+    return fastest(plans, batch)
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
@@ -107,8 +107,8 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
                 yield plan
 
 
-def _time(plan: PairFew, *batches: int) -> float:
-    """Predicted microseconds, on average of several numbers of samples."""
+def _time(plan: PairFew, batch: int) -> float:
+    """Predicted microseconds."""
     p0, p1, q0, _ = plan.sizes
     gpu, dtype = plan.gpu, plan.work.dtype
     load = (p0 * (p1 + q0) + plan.span * (p1 + q0 * plan.work.bias)) * plan.size / gpu.l2_bytes
@@ -120,6 +120,4 @@ def _time(plan: PairFew, *batches: int) -> float:
     read = products * (1 / (16 * high) + 1 / (8 * wide)) * plan.size / gpu.shared_bytes
     busy = max(multiply, read) + CHUNK_US * plan.chunks
     block = max(load, busy) + min(load, busy) / plan.chunks
-    units = [batch * plan.units_per_sample for batch in batches]
-    waves = sum(math.ceil(n * plan.split / gpu.sms) for n in units)
-    return START_US + LONGER * block * waves / len(batches)
+    return START_US + LONGER * block * math.ceil(batch * plan.units_per_sample * plan.split / gpu.sms)

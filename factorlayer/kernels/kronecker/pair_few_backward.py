@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
+from factorlayer.kernels.batches import MOST_FEW, most_of_class
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, told_inputs
 
@@ -58,7 +59,7 @@ class PairFewBackward(OfTwoModes, BlockSums):
     @property
     def most(self) -> int:
         """Units at most, each with sums of its own."""
-        return most_samples(self.batch) * self.units_per_sample
+        return most_of_class(self.batch) * self.units_per_sample
 
     @property
     def unit_sums(self) -> int:
@@ -109,15 +110,15 @@ def tile(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
 ) -> PairFewBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
-    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or most_samples(batch) > 64:
+    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or batch > MOST_FEW:
         return None
     if inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype]):
         return None
     plans = [
-        replace(plan, us=_time(plan, batch, 2 * batch), inputs=inputs)
+        replace(plan, us=plan.us_of(batch), inputs=inputs)
         for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
     ]
-    return fastest(plan for plan in plans if plan.part_bytes <= MOST_BYTES)
+    return fastest((plan for plan in plans if plan.part_bytes <= MOST_BYTES), batch)
 
 
 def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairFewBackward]:
@@ -134,8 +135,8 @@ def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: G
                 yield plan
 
 
-def _time(plan: PairFewBackward, *batches: int) -> float:
-    """Predicted microseconds, on average of several numbers of samples."""
+def _time(plan: PairFewBackward, batch: int) -> float:
+    """Predicted microseconds."""
     _, p1, q0, q1 = plan.sizes
     chunks, gpu = q1 // plan.width, plan.gpu
     load = (q1 + plan.span) * (p1 + q0) * plan.size / gpu.l2_bytes
@@ -145,5 +146,4 @@ def _time(plan: PairFewBackward, *batches: int) -> float:
     sums = 2 * plan.unit_sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
     busy = max(multiply, read) + CHUNK_US * chunks
     block = max(load, busy) + min(load, busy) / chunks + sums
-    units = [batch * plan.units_per_sample for batch in batches]
-    return START_US + block * sum(math.ceil(n * plan.split / gpu.sms) for n in units) / len(batches)
+    return START_US + block * math.ceil(batch * plan.units_per_sample * plan.split / gpu.sms)

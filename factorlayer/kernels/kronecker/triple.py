@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import SUM_BYTES, BlockSums, most_samples
+from factorlayer.kernels.batches import MOST_FEW
+from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
 from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
@@ -246,7 +247,7 @@ def tile_backward(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu
 ) -> tuple[TripleBackward, Behind] | tuple[()]:
     """The passes that make all gradients of three large modes; none where these families have no kernels."""
-    if len(modes) != 3 or not gpu.wgmma or dtype not in DTYPES or most_samples(batch) <= 64:
+    if len(modes) != 3 or not gpu.wgmma or dtype not in DTYPES or batch <= MOST_FEW:
         return ()
     if any(len(mode.parts) > 1 or max(mode.p, mode.q) > 64 or mode.q < LEAST or mode.p < LEAST for mode in modes):
         return ()

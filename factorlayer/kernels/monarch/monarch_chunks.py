@@ -11,16 +11,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Long, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import samples_of_class
 from factorlayer.kernels.monarch_layer import OfMonarch, takes_forward
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, Tiled
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, Preparing, fastest
 from factorlayer.kernels.product.streamed import PART_US, SECTOR
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.timing import waits_of
@@ -443,15 +442,9 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
     return _tile(replace(chain, backward=False), dtype, True, batch, gpu)
 
 
-def fastest_of_class(tilings: Iterable[Tiled], batch: int) -> Tiled | None:
-    """The tiling that is predicted to be the fastest for a class of batches; None where there is none."""
-    batches = samples_of_class(batch)
-    return min(tilings, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
-
-
 @functools.lru_cache(256)
 def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
-    found = fastest_of_class(_tilings(chain, dtype, back, batch, gpu), batch)
+    found = fastest(_tilings(chain, dtype, back, batch, gpu), batch)
     return replace(found, us=found.us_of(batch)) if found else None
 
 

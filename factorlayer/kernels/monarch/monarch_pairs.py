@@ -25,14 +25,13 @@ from factorlayer.kernels.monarch.monarch_chunks import (
     OF_ITEM,
     OF_SUM,
     WARPS,
-    fastest_of_class,
     fetching,
     load_of,
     registers,
     row_stride,
 )
 from factorlayer.kernels.monarch_layer import OfMonarch
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, fastest
 from factorlayer.kernels.product.streamed import LOADED_INSTRUCTIONS
 from factorlayer.kernels.stages import INSTRUCTIONS, together
 from factorlayer.kernels.timing import waits_of
@@ -272,7 +271,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 @functools.lru_cache(256)
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchPairs | None:
     """The fastest tiling by prediction; None where none fits."""
-    found = fastest_of_class(_tilings(chain, dtype, batch, gpu), batch)
+    found = fastest(_tilings(chain, dtype, batch, gpu), batch)
     return replace(found, us=found.us_of(batch)) if found else None
 
 

@@ -139,7 +139,7 @@ class MonarchThrough(OfMonarch):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchThrough | None:
     """The fastest tiling by prediction; None if this is no chain for it."""
-    return fastest(tilings(chain, dtype, batch, gpu))
+    return fastest(tilings(chain, dtype, batch, gpu), batch)
 
 
 def _takes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> bool:

@@ -13,8 +13,8 @@ from factorlayer.activations.written import gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import MOST_SOME, samples_of_class
-from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, InTiles, Reduction, most_samples
+from factorlayer.kernels.batches import MOST_SOME, most_of_class, samples_of_class
+from factorlayer.kernels.gradient import REDUCTION_US, SUM_BYTES, InTiles, Reduction
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.turn import ACCESS_CYCLES
 from factorlayer.kernels.work import round_up
@@ -188,7 +188,7 @@ class Columns(InTiles):
         """Units that are worth a block: few samples are one block's."""
         if not (self.sums or self.chain.turn):
             return self.ways * self.each * self.run
-        return most_samples(self.batch) if self.whole else self.folds * self.ways * self.each
+        return most_of_class(self.batch) if self.whole else self.folds * self.ways * self.each
 
     @property
     def is_whole(self) -> bool:

@@ -12,9 +12,8 @@ from typing import Any
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import few_samples
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
-from factorlayer.kernels.product.streamed import Product, batches_of
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, fastest
+from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.work import round_up
 
 MOST_SAMPLES = 64
@@ -280,7 +279,6 @@ class Few(OfFew):
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
     """The fastest tiling by prediction, if the product has one, for several numbers of few samples together; in the
     middle class of batches for its fewest samples, too."""
-    batches = few_samples(batch) if batch <= MOST_SAMPLES else batches_of(product, batch)
     p = product
     c = p.contraction
     if c.tied and (c.outer * c.inner > 1 or batch > MOST_SAMPLES):
@@ -289,7 +287,7 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
         return None
     samples = SAMPLES if batch > MOST_SAMPLES else SAMPLES[-1:]
     tilings = _tilings(product, gpu, samples, first, last)
-    found = min(tilings, key=lambda plan: math.prod(plan.us_of(batch) for batch in batches), default=None)
+    found = fastest(tilings, batch)
     return replace(found, us=found.us_of(batch)) if found else None
 
 

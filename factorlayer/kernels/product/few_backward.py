@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.code import Asks, ask_for, constants, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import LEAST_OF_SOME, few_samples
 from factorlayer.kernels.monarch_layer import OfMonarch
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.passes import MOST_BLOCKS, fastest
 from factorlayer.kernels.product.few import (
     BEGIN_US,
     HELD_US,
@@ -375,8 +374,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
     found = []
     for template in ("FewStates", "FewBack", "FewLast"):
         ways = _passes(template, chain, dtype, gpu, batch > MOST_SAMPLES)
-        batches = few_samples(batch) if batch <= MOST_SAMPLES else (LEAST_OF_SOME, batch)
-        plan = min(ways, key=lambda plan: math.prod(plan.us_of(each) for each in batches), default=None)
+        plan = fastest(ways, batch)
         if not plan:
             return None
         found.append(replace(plan, us=plan.us_of(batch)))

@@ -122,7 +122,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return fastest(replace(plan, us=plan.us_of(batch)) for plan in _tilings(contraction, dtype, gpu))
+    return fastest((replace(plan, us=plan.us_of(batch)) for plan in _tilings(contraction, dtype, gpu)), batch)
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:

@@ -16,8 +16,8 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import LEAST_OF_SOME, MOST_MORE, MOST_SOME, are_more, more_samples
-from factorlayer.kernels.passes import MOST_BLOCKS, Pass
+from factorlayer.kernels.batches import samples_of_class
+from factorlayer.kernels.passes import MOST_BLOCKS, Pass, fastest
 from factorlayer.kernels.work import OF_TENSOR, Inputs, inputs_of, round_up, told_inputs
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
@@ -354,25 +354,13 @@ class Streamed(Pass):
         """Microseconds: a kernel starts behind another, and multiprocessors take turns at tiles, each bound by its
         slowest unit, or by waiting for its chunks."""
         product, gpu, size = self.product, self.gpu, self.product.size
-        mt, nt = self.mt, self.nt
         tiles = -(-batch * self.units_per_sample // self.units_per_block) * self.tiles
         each = -(-tiles // gpu.sms)  # of one multiprocessor
         together = min(self.blocks, each)
         chunks = self.total_chunks
-        copied, copies, lines = _copied(self)
-        read = self.warps * (16 * mt + 8 * nt) * self.bk * size
-        issue = self.warps * (self.bk * _instructions(product, mt, nt) + 40) + copies
-        units = (
-            OF_FLOPS * self.wg * self.bm * self.bn * self.bk / gpu.flops[product.dtype],
-            OF_SHARED * ((read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles),
-            OF_L2 * copied / gpu.l2_bytes * (1.2 if self.bk * size < 128 else 1),
-            OF_ISSUE * issue / ISSUE_RATE,
-        )
-        _, _, second, slowest = sorted(units)
-        result, parts = _stored(self)
-        busy = chunks * (slowest + SECOND * second) * (BUSY + LONE_WARP / (self.warps * together))
-        busy += (STORED * result / gpu.shared_bytes + SENT * result / gpu.l2_bytes) * (1.2 if together > 1 else 1)
-        busy += parts * PART_US
+        stored, parts = self._stored_us
+        busy = chunks * self._chunk_us * (BUSY + LONE_WARP / (self.warps * together))
+        busy += stored * (1.2 if together > 1 else 1) + parts
         moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
         moved += product.terms * product.weights
         bounds = each * busy, moved * size / (gpu.memory_bytes * gpu.sms)
@@ -382,6 +370,28 @@ class Streamed(Pass):
         each_wait = LOADED_US if through_registers else gpu.rates.wait_us / min(self.slots - 1, chunks)
         waits = turns * chunks * each_wait  # a ring asks for all chunks but one that it has room for
         return gpu.rates.behind_us + max(us, waits) + BEGIN_US * max(1.0, turns / min(together, 2))
+
+    @kept
+    def _chunk_us(self) -> float:
+        """Microseconds of a chunk, by its slowest unit, where warps wait for nothing."""
+        product, gpu = self.product, self.gpu
+        copied, copies, lines = _copied(self)
+        read = self.warps * (16 * self.mt + 8 * self.nt) * self.bk * product.size
+        issue = self.warps * (self.bk * _instructions(product, self.mt, self.nt) + 40) + copies
+        units = (
+            OF_FLOPS * self.wg * self.bm * self.bn * self.bk / gpu.flops[product.dtype],
+            OF_SHARED * ((read + copied) / gpu.shared_bytes + LINE_CYCLES * lines / gpu.rates.cycles),
+            OF_L2 * copied / gpu.l2_bytes * (1.2 if self.bk * product.size < 128 else 1),
+            OF_ISSUE * issue / ISSUE_RATE,
+        )
+        _, _, second, slowest = sorted(units)
+        return slowest + SECOND * second
+
+    @kept
+    def _stored_us(self) -> tuple[float, float]:
+        """Microseconds of a tile's stores, and those of sectors that they do not fill."""
+        result, parts = _stored(self)
+        return STORED * result / self.gpu.shared_bytes + SENT * result / self.gpu.l2_bytes, parts * PART_US
 
     @property
     def details(self) -> str:
@@ -429,19 +439,8 @@ class Streamed(Pass):
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
-FEWER_OF_MANY = 4  # times fewer samples of the largest class have the same tiling
-
-
-def batches_of(product: Product, batch: int) -> tuple[int, ...]:
-    """Numbers of samples that a tiling is compared for."""
-    if are_more(batch):
-        return more_samples(batch)
-    some = LEAST_OF_SOME < batch <= MOST_SOME and not product.contraction.tied
-    return (LEAST_OF_SOME, batch) if some else (batch,)
-
-
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
-    """The fastest tiling by prediction, of some samples for their fewest, too, of many for fewer."""
+    """The fastest tiling by prediction for a class of batches."""
     unnumbered = replace(product, contraction=replace(product.contraction, weight=0), scalars=0)
     return replace(_tile(unnumbered, batch, gpu), product=product)
 
@@ -449,9 +448,9 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 @functools.lru_cache(512)
 def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The same of a product of these sizes, whatever its weight's number is."""
-    batches = (batch // FEWER_OF_MANY, batch) if batch > MOST_MORE else batches_of(product, batch)
-    tilings = (plan for each in batches for plan in _tilings(product, each, gpu))
-    plan = min(tilings, key=lambda plan: math.prod(map(plan.us_of, batches)))
+    least, *_, most = samples_of_class(batch)
+    plan = fastest((plan for each in (least, most) for plan in _tilings(product, each, gpu)), batch)
+    assert plan  # any product has one
     return replace(plan, us=plan.us_of(batch))
 
 

@@ -15,7 +15,7 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, fastest
 from factorlayer.kernels.product.runs import Runs, runs_of
 from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
 
@@ -336,7 +336,7 @@ class Wide(Pass):
         return self.product.terms_out * self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
-        return time(replace(self, batch=batch))
+        return time(self, batch)
 
     @property
     def details(self) -> str:
@@ -392,11 +392,8 @@ class Wide(Pass):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    found = [(time(plan), plan) for plan in tilings(product, batch, gpu)]
-    if not found:
-        return None
-    us, plan = min(found, key=lambda timed: timed[0])
-    return replace(plan, us=us)
+    found = fastest(tilings(product, batch, gpu), batch)
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
@@ -470,10 +467,10 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
                 yield held, run, 2
 
 
-def time(plan: Wide) -> float:
+def time(plan: Wide, batch: int) -> float:
     """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
     product, gpu, size = plan.product, plan.gpu, plan.product.size
-    tiles = -(-plan.batch * product.outer // (plan.rows * plan.every)) * plan.tiles
+    tiles = -(-batch * product.outer // (plan.rows * plan.every)) * plan.tiles
     each = -(-tiles // (gpu.sms // plan.cluster))
     # Of a slab: loads, and what is made of them
     if plan.splits:
@@ -486,8 +483,8 @@ def time(plan: Wide) -> float:
     if size == 2 and not plan.runs:  # the next tile's loads go on while a tile is stored
         taken = max(slabs * load, slabs * made + ends)
     busy = start + each * taken
-    moved = plan.batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
-    moved += plan.batch * product.y_features if product.reads_beside else 0
+    moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
+    moved += batch * product.y_features if product.reads_beside else 0
     moved += product.terms * product.weights
     memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
     prepared = prepared_us(plan) if plan.reads_prepared else 0.0  # its weight, by another pass

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.gradient import NO_SUM, REDUCTION_US, SUM_BYTES, States, TileSums
-from factorlayer.kernels.passes import MOST_BLOCKS
+from factorlayer.kernels.gradient import NO_SUM, SUM_BYTES, States, TileSums, reduction_us
+from factorlayer.kernels.passes import MOST_BLOCKS, fastest
 from factorlayer.kernels.product.wide import every_of, reach
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
@@ -200,7 +200,7 @@ class WideGradient(TileSums):
         return self.least * self.chunk * self.every
 
     def us_of(self, batch: int) -> float:
-        return _time(replace(self, batch=batch))
+        return _time(self, batch)
 
     @property
     def details(self) -> str:
@@ -237,9 +237,8 @@ def tile(
     states: States = NO_SUM,
 ) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
-    timed = ((_time(plan), plan) for plan in tilings(contraction, dtype, batch, gpu, bias, states))
-    found = min(timed, key=lambda each: each[0] + (0 if each[1].is_whole else REDUCTION_US), default=None)
-    return replace(found[1], us=found[0], mixed=mixed) if found else None
+    found = fastest(tilings(contraction, dtype, batch, gpu, bias, states), batch, reduction_us)
+    return replace(found, us=found.us_of(batch), mixed=mixed) if found else None
 
 
 def tilings(
@@ -262,10 +261,10 @@ def tilings(
                 yield plan
 
 
-def _time(plan: WideGradient) -> float:
+def _time(plan: WideGradient, batch: int) -> float:
     """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
     c, gpu = plan.contraction, plan.gpu
-    rows = plan.batch * plan.units_per_sample
+    rows = batch * plan.units_per_sample
     chunks = -(-rows // (plan.chunk * plan.every))
     parts = min(-(-chunks // plan.least), plan.most)
     misplaced = MISPLACED if plan.is_shifted else 1.0

@@ -118,4 +118,4 @@ def tilings(decoder: Decoder, dtype: str, gpu: Gpu) -> Iterator[DecodeChoice]:
 
 
 def tile(decoder: Decoder, dtype: str, batch: int, gpu: Gpu) -> DecodeChoice | None:
-    return fastest(tilings(decoder, dtype, gpu))
+    return fastest(tilings(decoder, dtype, gpu), batch)

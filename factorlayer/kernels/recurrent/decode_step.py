@@ -144,4 +144,4 @@ def tilings(decoder: Decoder, layer: int, dtype: str, gpu: Gpu) -> Iterator[Deco
 
 
 def tile(decoder: Decoder, layer: int, dtype: str, batch: int, gpu: Gpu) -> DecodeStep | None:
-    return fastest(tilings(decoder, layer, dtype, gpu))
+    return fastest(tilings(decoder, layer, dtype, gpu), batch)

@@ -363,11 +363,11 @@ def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu, last: bool = False)
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
-    return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu))
+    return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
-    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu))
+    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=Recurrent)

@@ -271,11 +271,11 @@ class RecurrentClusterBackward(RecurrentCluster):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentCluster | None:
-    return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu))
+    return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentClusterBackward | None:
-    return fastest(tilings(RecurrentClusterBackward, recurrence, dtype, batch, gpu))
+    return fastest(tilings(RecurrentClusterBackward, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentCluster)

@@ -319,7 +319,7 @@ def tile(
     layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: bool = False, frozen: bool = False
 ) -> DenseStreamed | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return fastest(tilings(layers, dtype, batch, gpu, states, frozen))
+    return fastest(tilings(layers, dtype, batch, gpu, states, frozen), batch)
 
 
 def tilings(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.batches import MOST_FEW
-from factorlayer.kernels.passes import Pass, in_words
+from factorlayer.kernels.passes import Pass, class_us, in_words
 from factorlayer.kernels.product.streamed import Product
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
@@ -209,7 +209,7 @@ class Family:
 
 
 class Offer(NamedTuple):
-    us: float  # predicted, times the family's margin
+    us: float  # predicted for the class of batches, times the family's margin
     passes: tuple[Pass, ...]
     family: Family
 
@@ -221,7 +221,7 @@ def offers(families: Iterable[Family], *asked: Any, **told: Any) -> Iterator[Off
     about = about._replace(inputs=about.inputs or inputs, sums=about.sums or sums)
     for family in families:
         if passes := family._way(about, asked, told):
-            yield Offer(family.margin.of(*asked) * sum(p.us for p in passes), passes, family)
+            yield Offer(family.margin.of(*asked) * class_us(passes, about.batch), passes, family)
             if family.alone:
                 return
 
