@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from factorlayer.device.gpu import Gpu
+from factorlayer.device.kept import kept
 from factorlayer.kernels import resident_stack, tiling
 from factorlayer.kernels.batches import BATCHES
 from factorlayer.kernels.kronecker import eights, pair, small_float, triple
@@ -18,7 +19,7 @@ from factorlayer.kernels.kronecker.eights import Eights
 from factorlayer.kernels.kronecker.pair import Pair
 from factorlayer.kernels.kronecker.small_float import SmallFloat
 from factorlayer.kernels.monarch import monarch_through
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, class_us
 from factorlayer.kernels.product.mapped import Mapped
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.kernels.product.whole import Instead
@@ -51,6 +52,11 @@ class Scheme:
     def kind(self) -> tuple[type[Pass], str, str, str]:
         return type(self.plan.passes[0]), self.states, self.weights, self.samples
 
+    @kept
+    def us(self) -> float:
+        """What it is compared by: the time predicted for the class of batches."""
+        return class_us(self.plan.passes, self.plan.batch)
+
     @property
     def shared(self) -> int:
         """Most bytes of shared memory for a block of any of its kernels."""
@@ -64,9 +70,9 @@ def schemes(text: str, dtype: str, batch_class: int, gpu: Gpu) -> list[Scheme]:
     found = _of_stack(layers, dtype, batch, gpu) if len(layers) > 1 else _of_chain(layers[0], dtype, batch, gpu)
     best: dict[tuple[type[Pass], str, str, str], Scheme] = {}
     for scheme in found:
-        if scheme.kind not in best or scheme.plan.us < best[scheme.kind].plan.us:
+        if scheme.kind not in best or scheme.us < best[scheme.kind].us:
             best[scheme.kind] = scheme
-    return sorted(best.values(), key=lambda scheme: scheme.plan.us)
+    return sorted(best.values(), key=lambda scheme: scheme.us)
 
 
 def _of_stack(layers: tuple[Chain, ...], dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from factorlayer import factor_linear
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.activations.tracing import trace
+from factorlayer.kernels.batches import MOST
 from factorlayer.maths.spec import LayerSpec
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -173,7 +174,7 @@ def test_features_that_weights_make_up_for(spec: LayerSpec, decades: int, most: 
 
 
 @dtypes
-@pytest.mark.parametrize("batch", [1, 63, 64, 65, 2047, 2048, 2049, 20000])
+@pytest.mark.parametrize("batch", [1, 4, 5, 64, 65, 256, 257, 2048, 2049, 20000])
 def test_batches_around_the_bounds_of_their_classes(batch: int, dtype: str) -> None:
     check_forward(Case(kronecker((8, 24), (16, 8)), batch), dtype)
     check_forward(Case(monarch((4, 6), (3, 8)), batch), dtype)
@@ -298,8 +299,8 @@ def test_samples_do_not_mix(case: Case, dtype: str) -> None:
     inputs = on_gpu(case, dtype)
     with arithmetic(dtype):
         whole = forward(case, inputs, "fused")
-        few = 1 if case.batch <= 64 else 65
-        for first, last in ((0, few), (5, 5 + few), (2, case.batch)):
+        fewest = next(most + 1 for most in reversed((0, *MOST)) if most < case.batch)  # of the class
+        for first, last in ((0, fewest), (5, 5 + fewest), (2, case.batch)):
             part = replace(inputs, x=inputs.x[first:last].clone())
             assert torch.equal(forward_on_poison(case, part), whole[first:last])
 
