@@ -277,8 +277,7 @@ class Few(OfFew):
 
 
 def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool = True) -> Few | None:
-    """The fastest tiling by prediction, if the product has one, for several numbers of few samples together; in the
-    middle class of batches for its fewest samples, too."""
+    """The fastest tiling by prediction for a class of batches, if the product has one."""
     p = product
     c = p.contraction
     if c.tied and (c.outer * c.inner > 1 or batch > MOST_SAMPLES):
