@@ -148,7 +148,8 @@ def test_tilings_are_within_the_limits(dtype: str) -> None:
     for gpu, batch in itertools.product((HOPPER, AMPERE), batches.BATCHES):
         found = list(tilings(layers, dtype, batch, gpu))
         assert found and all(plan.shared <= gpu.shared and plan.threads <= 1024 for plan in found)
-        assert all(plan.us_of(2 * batch) > 0.999 * plan.us > 0 for plan in found)
+        assert all(plan.us_of(2 * batch) >= plan.us_of(batch) > 0 for plan in found)
+        assert [plan.us_of(batch) for plan in found] == pytest.approx([plan.us for plan in found])
         assert tile(layers, dtype, batch, gpu) in found
 
 

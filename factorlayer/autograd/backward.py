@@ -57,7 +57,7 @@ def _before_activation(
 class Ops:
     """What gradients are made of: the raw ops, or what stands in for them.
 
-    `fits` says which chains have a kernel. all_gradients makes all gradients of a chain at once, those of x and of a
+    all_gradients makes all gradients of a chain at once, those of x and of a
     bias if their bits are set. slopes makes a product and the slopes behind or before it, and slopes_and_sums the sums
     of that as well. `fits` says which chains have a kernel, for graphs, which serve all batches; `fits_in` says it of
     each class of batches. `us` predicts how long a text's kernels take for a number of samples. `learned` makes the

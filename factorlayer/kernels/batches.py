@@ -7,12 +7,13 @@ import bisect
 
 MOST = 4, 64, 256, 2048, 8192  # samples of a class, as csrc/runtime has them; the last has no end
 BATCHES = 2, 16, 192, 1024, 4096, 16384  # what a class is planned for
-LAST, OF_SOME = 5, 3  # classes: of many samples, and that of SOME
+OF_FEW, OF_SOME, LAST = 1, 3, len(BATCHES) - 1  # classes: those of FEW and SOME, and of many samples
 # Times as many samples, which plans and tilings of a class are compared by: those with one number may happen to have as
 # many tiles as a GPU takes at once
 COMPARED = (1 / 2, 1, 2), (3 / 4, 3 / 2, 2, 3), (1 / 2, 1, 4 / 3), (1 / 2, 1, 3 / 2), (3 / 4, 1, 3 / 2), (1, 4, 16)
-FEW, SOME = BATCHES[1], BATCHES[3]  # up to the one, plans are of few samples; the other stands for all that are not
-MOST_FEW, MOST_SOME = MOST[1], MOST[3]
+# Up to FEW, plans are of few samples; SOME stands for all that are not
+FEW, SOME = BATCHES[OF_FEW], BATCHES[OF_SOME]
+MOST_FEW, MOST_SOME = MOST[OF_FEW], MOST[OF_SOME]
 # Sequences of a recurrence, whose groups take turns, of each class but the last two
 OF_SEQUENCES = (1, 2, 4), (8, 16, 32, 64), (128, 256), (512, 1024, 2048)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from factorlayer.activations.results import from_result
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import BATCHES, FEW, SOME, stands_for
+from factorlayer.kernels.batches import BATCHES, FEW, OF_FEW, SOME, stands_for
 from factorlayer.kernels.gradient import REDUCTION_US
 from factorlayer.kernels.passes import Pass, class_us, sum_us
 from factorlayer.kernels.product.streamed import products
@@ -85,7 +85,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
     if not chain.bias:
         return min(_all_gradients(chain, dtype, batch, gpu), key=sum_us)
     # What has a plan for some samples has one for many as well.
-    classes = BATCHES[2:] if batch > FEW else ()
+    classes = BATCHES[OF_FEW + 1 :] if batch > FEW else ()
     found = [_with_bias(chain, dtype, each, gpu) for each in (batch, *classes)]
     if not all(found):
         raise PlanError(f"no pass makes all gradients of {chain.text!r}, the bias's among them")
