@@ -181,7 +181,7 @@ CASES = [
     Case(kronecker((4, 300), (4, 300), rank=2), "float32", 20, LARGE, activation=LEARNED),
     Case(monarch((4, 96), (104, 4), rank=10), "float32", 70, LARGE),
     Case(monarch((4, 192), (192, 4), rank=48), "float32", 40, LARGE),
-    Case(kronecker((160,), (180,)), "tf32", 140, LARGE),
+    Case(kronecker((402,), (302,)), "tf32", 140, LARGE, apart=True),
     Case(monarch((4, 192), (4, 191)), "tf32", 70, SOME, apart=True),
     Case(monarch((32, 136), (32, 32)), "bfloat16", 70, LARGE, processors=4),
     Case(monarch((16, 136), (16, 64), rank=4), "float16", 70, SOME, processors=4),
@@ -2211,7 +2211,7 @@ RUNS = [
     ((1, 72, 96, 4), 48, "bfloat16", 90, 130, "Wide"),
     ((2, 64, 48, 16), 8, "float16", 90, 70, "Wide"),
     ((2, 64, 48, 16), 8, "float16", 80, 70, "Streamed"),
-    ((1, 64, 64, 16), 64, "bfloat16", 90, 70, "Wide"),
+    ((1, 64, 64, 16), 64, "bfloat16", 90, 70, "Mapped"),
     ((1, 40, 64, 16), 16, "tf32", 90, 70, "Mapped"),
     ((1, 40, 72, 16), 24, "tf32", 90, 70, "Wide"),
     ((2, 40, 48, 4), 24, "float32", 90, 70, "Wide"),
@@ -2591,7 +2591,7 @@ RESIDENT_SUMS = Case(kronecker((20, 20, 20), (20, 20, 20), rank=3), "bfloat16", 
 LEAVING = Case(kronecker((41, 64), (50, 72)), "bfloat16", 30, MEDIUM)
 STREAMED = Case(monarch((8, 9, 4), (6, 10, 5)), "bfloat16", 70, LARGE)
 PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
-WIDE = Case(monarch((8, 136), (64, 16), rank=16), "bfloat16", 300, SOME, processors=4)
+WIDE = Case(monarch((8, 136), (64, 16), rank=16), "bfloat16", 300, SOME, processors=4, apart=True)
 WIDE_OF_FLOATS = Case(monarch((2, 256), (256, 4), rank=64), "float32", 300, SOME, processors=4)
 FENCE_OF_SLABS = "if constexpr (!kPrepares) fence_copy_engine();  // or those who have prepared it have had one"
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)

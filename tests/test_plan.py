@@ -572,9 +572,9 @@ def test_in_tf32_grad_y_goes_through_registers_and_two_chunks_are_on_their_way()
 
 
 def test_weights_that_stay_in_l2_go_by_for_each_tile_of_rows() -> None:
-    for groups, p, q, span in ((16, 256, 680, 1), (2, 1024, 4088, 16)):
+    for groups, p, q, span in ((16, 254, 680, 1), (2, 1022, 4088, 16)):
         chain = Chain((Contraction(0, groups, p, q, 1, tied=False),), tf32=True)
-        (product,) = plan(chain, "tf32", 16384, Gpu.of(90)).passes
+        *_, product = plan(chain, "tf32", 16384, Gpu.of(90)).passes
         assert isinstance(product, Wide) and product.span == span
 
 

@@ -106,7 +106,7 @@ TRAINED = [
     ("monarch", "3x12 12x3", 8600, "float64", 2),
     ("monarch", "4x256 256x4", 300, "bfloat16", 64),
     ("monarch", "16 64x16", 20, "bfloat16", 8),
-    ("monarch", "8x512 128x2", 70, "bfloat16", 64),
+    ("monarch", "2x508 508x4", 260, "bfloat16", 64),
 ]  # fmt: skip
 # The same with a bias and gelu, back through which they go
 ACTIVATED = [

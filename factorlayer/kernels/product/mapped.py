@@ -1,4 +1,4 @@
-"""Passes of one contraction by rows in tf32 on Hopper, of tensors that the copy engine reads by maps, rounding them:
+"""Passes of one contraction by rows in tf32 and 16 bits on Hopper, of tensors that the copy engine reads by maps:
 mapped.cuh, its tiles and source.
 
 Products, groups and layouts are those of streamed.py; what maps cannot describe is left to wide.py.
@@ -12,44 +12,101 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.activations.written import activation_type
-from factorlayer.device.code import constants, wgmma
+from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import Pass, tensor_map
-from factorlayer.kernels.product.streamed import Product
+from factorlayer.kernels.passes import Pass, fastest, tensor_map
+from factorlayer.kernels.product.streamed import SECTOR, Product
+from factorlayer.kernels.work import round_up
 
-ROWS = 128  # of a tile
-THREADS = 384  # two warpgroups of consumers, and one of which a thread asks for what is copied
+DTYPES = ("tf32", "bfloat16", "float16")
+PRODUCERS = 128  # threads beside the consumers, of which one asks for what is copied
 MOST_SLOTS = 8
-MOST_SUMS = 192  # registers of a thread
-MORE, FEWER = 232, 40  # registers of a consumer's and a producer's thread
+SHAPES = (2, 1), (1, 1), (2, 2), (3, 1)  # warpgroups of consumers, and times 64 rows that each has
+LEAST_SLOTS = 3
+# By warpgroups of consumers: registers of a thread's sums, fewer where it has more rows than two, and of a consumer's
+# and a producer's thread. ptxas has 128 for each where there are 512 threads, which a product's sums are among.
+MOST_SUMS, MORE_PLACES = {1: 128, 2: 192, 3: 96}, 16
+REGISTERS = {1: (0, 0), 2: (232, 40), 3: (160, 32)}
 LARGEST = 1 << 31  # of a map's size
-SLAB = 32  # elements of k
+LEAST = 128  # rows that are worth it
 SPAN = 2  # tiles of rows whose blocks run side by side
+# Fitted to 768 tilings of 31 products of 300 to 150,000 samples on one H200: 76 % are within 10 % and 95 % within 20,
+# and the one with the least prediction takes 1.01 of the best one's time. Nanoseconds for a row of a slab that a block
+# asks for, by how many groups it holds up to; times more where rows begin within sectors; for one that it gets, if
+# another asks for some; the matrix unit's cycles in a microsecond, by bytes of an element
+ASKED_NS, WITHIN_SECTORS, GOT_NS, CYCLES = {4: 1.2, 8: 1.35}, 1.85, 1.15, {2: 1760, 4: 1650}
+# Nanoseconds for a box; microseconds until the first slab is there, of a tile beside its stores, of part of a sector at
+# a row's end, and of a cluster's start
+BOX_NS, START_US, END_US, PART_US, CLUSTER_US = 90, 1.1, 0.16, 3.7e-3, 0.95
+# Bytes that a tile stores in a microsecond, by bytes of a thread side by side; and where groups or samples take turns
+STORED, STORED_IN_TURNS = {16: 37e3, 8: 25e3}, 32e3
+BESIDE = 0.1  # of the shorter one of what multiprocessors and what memory takes
 
 
 @dataclass(frozen=True)
 class Mapped(Pass):
-    """A pass, tiled: products of 128 by n for `held` groups, by clusters of `cluster` blocks that share rows of x.
-    `us` is the time predicted."""
+    """A pass, tiled: products of 64 x `consumers` x `parts` by n for `held` groups, by clusters of `across` blocks that
+    share rows of x, or `down` that share columns. `us` is the time predicted."""
 
     product: Product
-    n: int
-    held: int
-    cluster: int
     batch: int
     gpu: Gpu
+    n: int
+    held: int = 1
+    consumers: int = 2
+    parts: int = 1
+    across: int = 1
+    down: int = 1
+    from_last: bool = False  # the last samples come first
     us: float = 0.0
+    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
-    threads = THREADS
+    @property
+    def threads(self) -> int:
+        return 128 * self.consumers + PRODUCERS
 
     @property
     def rows(self) -> int:
-        return ROWS
+        return 64 * self.consumers * self.parts
+
+    @property
+    def cluster(self) -> int:
+        return self.across * self.down
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread for sums."""
+        return self.held * self.parts * self.n // 2
+
+    @property
+    def most_sums(self) -> int:
+        return MOST_SUMS[self.consumers] - (MORE_PLACES if self.parts > 1 else 0)
+
+    @property
+    def shares(self) -> bool:
+        """Whether blocks of a cluster have something to share: columns of one group, by whole runs, or rows of which
+        they have other columns."""
+        if self.down > 1:
+            return self.is_apart and self.product.size == 2 and self.n % (2 * self.run) == 0
+        return self.across == 1 or self.n < self.product.contraction.q
+
+    @property
+    def slab(self) -> int:
+        """Elements of k in a slab of 128 bytes."""
+        return 128 // self.product.size
 
     @property
     def slot_bytes(self) -> int:
-        return 128 * (ROWS + self.n)
+        return 128 * (self.rows + self.n)
+
+    def from_the_end(self) -> Mapped:
+        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
+        takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
+        return replace(self, from_last=True) if takes else self
+
+    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Mapped:
+        return replace(self, scaled_at=scaled_at)
 
     @kept
     def slots(self) -> int:
@@ -64,7 +121,7 @@ class Mapped(Pass):
     def tiles(self) -> int:
         """Tiles of a cluster, for its rows."""
         p = self.product
-        return -(-p.contraction.q // (self.n * self.cluster)) * (p.groups // self.held)
+        return -(-p.contraction.q // (self.n * self.across)) * (p.groups // self.held)
 
     @property
     def split(self) -> int:
@@ -78,7 +135,7 @@ class Mapped(Pass):
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks. Of a whole tile's rows,
         blocks would be fewer than tiles where the last one is hardly begun."""
-        return max(1, ROWS // (2 * self.tiles))
+        return max(1, self.rows * self.down // (2 * self.tiles))
 
     @property
     def most_samples(self) -> int:
@@ -86,22 +143,37 @@ class Mapped(Pass):
 
     @property
     def output_bytes(self) -> int:
-        return self.product.y_features * 4
+        return self.product.y_features * self.product.size
+
+    @property
+    def each(self) -> int:
+        """Columns that a thread has side by side of two products' sums, one each: two such make 16 bytes, or 8."""
+        if self.product.size == 4:
+            return 2
+        run = self.product.contraction.q if self.is_apart else self.product.b
+        return 4 if self.n % 32 == 0 and run % (8 if self.is_apart else 32) == 0 else 2
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether all of a group's columns lie side by side in y: the last tile of them may share some with the one
+        before it."""
+        return self.product.b == self.product.contraction.q and self.held == 1
 
     @kept
     def lines(self) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
         """Of the weights' map: sizes behind k but the last one, rows of the weight from one to the next along each,
         lines' lengths in runs, and rows from one line's first to the next one's. A thread has columns 8 n + 2 t + e of
-        the products. Of one group, 16 n + 8 m + 2 t + e are made of column 16 n + 4 t + 2 e + m; of two, they are as
-        they come; of more, they are made of 8 n + 4 e + t."""
-        p, q = self.product, self.product.contraction.q
+        the products. Of one group, those of EACH n's are EACH columns side by side, behind those of 2 t + e; of two
+        groups, they are as they come; of more, they are 8 n + 4 e + t."""
+        p, q, each = self.product, self.product.contraction.q, self.each
         if self.held > 1:
             sizes, steps = ((8, 1), (1, 8)) if self.held == 2 else ((2, 4), (4, 1))
             return (*sizes, q // 8), (*steps, 8), q // 8, 0
         step_a, step = p.row_steps
-        if p.b == q or p.b == 16:
-            return (8, 2, q // 16), (2 * step, step, step_a if p.b == 16 else 16 * step), q // 16, 0
-        return (8, 2, p.b // 16), (2 * step, step, 16 * step), p.b // 16, step_a
+        run = 8 * each
+        if self.is_apart or p.b == run:
+            return (8, each, q // run), (each * step, step, run * step if self.is_apart else step_a), q // run, 0
+        return (8, each, p.b // run), (each * step, step, run * step), p.b // run, step_a
 
     @property
     def run(self) -> int:
@@ -111,28 +183,32 @@ class Mapped(Pass):
     def box(self) -> int:
         """Runs of a box of the weights' map."""
         wanted, line = self.n // self.run, self.lines[2]
-        return wanted if line * self.run == self.product.contraction.q else math.gcd(wanted, line)
+        if self.is_apart or line * self.run == self.product.contraction.q:
+            return wanted
+        return math.gcd(wanted, line)
 
     @property
     def maps(self) -> tuple[str, ...]:
         """The maps of x and of the weights."""
         p, c = self.product, self.product.contraction
         row = p.x_features if p.outer == 1 else c.p
-        x = (c.p, p.groups, p.outer, 1, 1), (c.p, row, c.p, c.p), (SLAB, 1, ROWS // self.cluster, 1, 1)
+        x = (c.p, p.groups, p.outer, 1, 1), (c.p, row, c.p, c.p), (self.slab, 1, self.rows // self.across, 1, 1)
         sizes, steps, _, _ = self.lines
         strides = (*(step * c.p for step in steps), c.p)
-        weights = (c.p, *sizes, p.groups * c.q), strides, (SLAB, *sizes[:2], self.box, 1)
-        return tensor_map("x", "tf32", *x), tensor_map(c.weight, "tf32", *weights)
+        weights = (c.p, *sizes, p.groups * c.q), strides, (self.slab, *sizes[:2], self.box // self.down, 1)
+        return tensor_map("x", p.dtype, *x), tensor_map(c.weight, p.dtype, *weights)
 
     def us_of(self, batch: int) -> float:
-        return time(replace(self, batch=batch))
+        return time(self, batch)
 
     @property
     def details(self) -> str:
         p, c = self.product, self.product.contraction
         groups = f" for {self.held} of {p.groups} groups" if p.groups > 1 else ""
-        share = f", {self.cluster} blocks share x" if self.cluster > 1 else ""
-        return f"{c.p}→{c.q} by rows, tiles of {ROWS}×{self.n} sums{groups}{share}, {self.slots} slots of {SLAB}"
+        share = f", two blocks share {'x' if self.across > 1 else 'the weight'}" if self.cluster > 1 else ""
+        return (
+            f"{c.p}→{c.q} by rows, tiles of {self.rows}×{self.n} sums{groups}{share}, {self.slots} slots of {self.slab}"
+        )
 
     @property
     def products(self) -> str:
@@ -142,54 +218,67 @@ class Mapped(Pass):
     def told(self) -> list[str]:
         p, c = self.product, self.product.contraction
         _, _, line, line_step = self.lines
-        told = p.told | {"INNER": c.inner, "ROUND_Y": p.ours_out, "SLABS": p.slabs}
-        told |= {"SPAN": SPAN, "N": self.n, "HELD": self.held, "BLOCKS": self.cluster, "SLOTS": self.slots}
-        told |= {"MORE": MORE, "FEWER": FEWER, "RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step}
-        return [*constants({"Element": "float", **told}), activation_type(p.activation, p.dtype, p.scalars)]
+        more, fewer = REGISTERS[self.consumers]
+        told: Told = {"Element": ELEMENT[p.dtype], **p.told, "INNER": c.inner, "SLABS": p.slabs}
+        told |= {"ROUND_Y": p.dtype == "tf32" and p.ours_out, "SPAN": SPAN, "FROM_LAST": self.from_last}
+        told |= {"CONSUMERS": self.consumers, "N": self.n, "HELD": self.held, "EACH": self.each, "PARTS": self.parts}
+        told |= {"ACROSS": self.across, "DOWN": self.down}
+        told |= {"SLOTS": self.slots, "MORE": more, "FEWER": fewer, "SCALED": self.scaled_at // 4}
+        told |= {"RUN": self.run, "BOX": self.box, "LINE": line, "LINE_STEP": line_step, "APART": self.is_apart}
+        return [*constants(told), activation_type(p.activation, p.dtype, p.scalars)]
 
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    found = [(time(plan), -plan.n, plan.cluster, plan) for plan in tilings(product, batch, gpu)]
-    if not found:
-        return None
-    us, *_, plan = min(found)
-    return replace(plan, us=us)
+    found = fastest(tilings(product, batch, gpu), batch)
+    return replace(found, us=found.us_of(batch)) if found else None
 
 
 def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
-    c, b, fast = product.contraction, product.b, product.fast
-    if not gpu.wgmma or product.dtype != "tf32" or not product.by_rows or product.reads_beside:
+    c, size = product.contraction, product.size
+    if not gpu.wgmma or product.dtype not in DTYPES or not product.by_rows or product.reads_beside:
         return
-    if product.x_step > 1 or product.terms > 1 or c.p % 4 or c.q % 16 or product.weights >= LARGEST:
+    if product.x_step > 1 or product.terms > 1 or c.p * size % 16 or product.weights >= LARGEST or product.mixed >= 0:
         return
-    if batch * product.outer < ROWS:
+    if batch * product.outer < LEAST or c.q < 16 or (product.slabs and size == 2):
         return
-    if b % 16 == 0:
-        holdings = [1]
-    else:  # groups that take turns, element by element; eight of 48 were slower than wide, of 16 and of 64 faster
-        holdings = [held for held in (2, 4, 8) if b == 1 and (fast == held or (held == 8 and fast in (16, 32, 64)))]
-    widths = {-(-c.q // (tiles * 16)) * 16 for tiles in range(-(-c.q // 256), 1 + c.q // 16)}
-    for held, n in itertools.product(holdings, sorted(widths)):
-        for cluster in (1, 2) if n < c.q and gpu.sms > 1 else (1,):
-            if held * n // 2 <= MOST_SUMS:
-                yield Mapped(product, n, held, cluster, batch, gpu)
+    # Of columns, whole tiles but for the last one, which begins where it ends with them
+    widths = sorted({min(round_up(-(-c.q // n), 16), c.q // 16 * 16) for n in range(-(-c.q // 256), 1 + c.q // 16)})
+    shapes = SHAPES if size == 2 else SHAPES[:1]
+    clusters = ((1, 1), (2, 1), (1, 2)) if gpu.sms > 1 else ((1, 1),)
+    for held, n, shape, cluster in itertools.product(_holdings(product), widths, shapes, clusters):
+        plan = Mapped(product, batch, gpu, n, held, *shape, *cluster)
+        if plan.sums <= plan.most_sums and plan.slots >= LEAST_SLOTS and plan.shares:
+            yield plan
 
 
-def time(plan: Mapped) -> float:
-    """Microseconds: multiprocessors take turns at tiles, and nothing runs beside stores. Numbers fitted to an H200."""
+def _holdings(product: Product) -> tuple[int, ...]:
+    """Numbers of groups that are held together: those that take turns in y, element by element, in 32 bits."""
+    q, b, fast = product.contraction.q, product.b, product.fast
+    if (b == q and q % 4 == 0) or (b % 16 == 0 and q % 16 == 0):
+        return (1,)
+    if product.size == 2 or b > 1 or q % 16:
+        return ()
+    # Eight of 48 were slower than wide, of 16 and of 64 faster
+    return tuple(held for held in (2, 4, 8) if fast == held or (held == 8 and fast in (16, 32, 64)))
+
+
+def time(plan: Mapped, batch: int) -> float:
+    """Microseconds: multiprocessors take turns at tiles, and the next one's slabs come while one is stored."""
     p, gpu, c = plan.product, plan.gpu, plan.product.contraction
-    clusters = -(-plan.batch * p.outer // ROWS) * plan.tiles
+    clusters = -(-batch * p.outer // (plan.rows * plan.down)) * plan.tiles
     each = -(-clusters // (gpu.sms // plan.cluster))
-    # Of a slab: products, what L2 gives, what shared memory is written and read
-    products = 4 * plan.n / 1.65e3
-    load = 128 * (ROWS / plan.cluster + plan.n) / (95e3 if plan.held > 4 else 105e3)
-    shared = (plan.slot_bytes + 128 * (ROWS + 2 * plan.n)) / 265e3
-    boxes = 0.09 * plan.n / (plan.run * plan.box)
-    slab = max(products, load, shared, boxes)
-    store = 4 * ROWS * plan.n * plan.held / (32e3 if plan.held > 4 or p.slabs else 45e3)  # several for a sector
-    busy = each * (plan.held * (-(-c.p // SLAB) * slab + 0.05) + store)
-    busy *= 1.03 if plan.cluster > 1 or c.q % plan.n else 1
-    moved = 4 * plan.batch * (p.x_features + p.y_features) + 4 * p.weights
+    # Of a slab: what is asked for and comes, and products, of which the last slab may have fewer
+    slabs = -(-c.p // plan.slab)
+    asked = ASKED_NS[4 if plan.held <= 4 else 8] * (plan.rows / plan.across + plan.n / plan.down)
+    asked *= WITHIN_SECTORS if c.p * p.size % SECTOR else 1
+    load = max(asked, GOT_NS * (plan.rows + plan.n), BOX_NS * plan.n / (plan.run * plan.box)) / 1e3
+    products = plan.rows * plan.n / 32 / CYCLES[p.size] * c.p / (slabs * plan.slab)
+    turns = plan.held > 4 or p.slabs
+    stored = p.size * plan.rows * plan.n * plan.held / (STORED_IN_TURNS if turns else STORED[2 * plan.each * p.size])
+    ends = END_US + stored + (PART_US * plan.rows if p.b * p.size % SECTOR and plan.held == 1 else 0)
+    slabs *= plan.held
+    busy = each * max(slabs * load, slabs * max(products, load) + ends) + (CLUSTER_US if plan.cluster > 1 else 0)
+    moved = p.size * (batch * (p.x_features + p.y_features) + p.weights)
     memory = 1.1 * moved / (gpu.memory_bytes * gpu.sms)
-    return 2.2 + max(busy, memory) + 0.1 * min(busy, memory)
+    return gpu.rates.behind_us + START_US + max(busy, memory) + BESIDE * min(busy, memory)

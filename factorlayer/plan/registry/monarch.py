@@ -22,7 +22,7 @@ MONARCH_THROUGH = Family(
     (monarch_through.MonarchThrough,),
     "monarch",
     Takes(monarch_through.DTYPES, ("wgmma",), (2, 2), tied=False, samples=MANY, more="4 or 8 groups"),
-    margin=AT_ONCE,
+    margin=Margin(1.05, source=f"beside two passes: two layers of named rows on an H200, {ON_TABLES}"),
 )
 MONARCH_CHUNKS = Family(
     "A Monarch layer of any sizes, and its gradient of x",

@@ -58,13 +58,19 @@ WIDE = Family(
     "wide",
     Takes(wide.DTYPES, ("wgmma",), (1, 1), sums=True, slopes=True),
 )
-MAPPED = Family("One contraction in tf32", mapped.tile, (mapped.Mapped,), "wide", Takes(("tf32",), ("wgmma",), (1, 1)))
+MAPPED = Family(
+    "One contraction of tensors that maps describe",
+    mapped.tile,
+    (mapped.Mapped,),
+    "wide",
+    Takes(mapped.DTYPES, ("wgmma",), (1, 1)),
+)
 # The same of a dense layer, which is held against resident passes
 FEW_DENSE = replace(FEW_PRODUCT, takes=Takes(factors=(1, 1), tied=True, samples=FEW), alone=False)
 OF_PRODUCT_OF_SOME = (FEW_OF_SOME,)
 OF_FEW_DENSE = (FEW_DENSE,)
 OF_PRODUCT = (FEW_PRODUCT, STREAMED, WIDE, MAPPED)
-OF_SCALED_PRODUCT = (WIDE,)  # whose weight is prepared, and scaled
+OF_SCALED_PRODUCT = (WIDE, MAPPED)  # whose weight is prepared, and scaled
 OF_MIXED_PRODUCT = (WIDE,)  # of a mode of 8 before it
 OF_SLABS = (MAPPED,)  # whose y lies by slabs
 
