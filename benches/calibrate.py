@@ -29,6 +29,7 @@ from factorlayer.device.table import KEY, Rates, Table, file_name, kept_in
 SHARES = {
     "shared_bytes": 0.92,
     "special_functions": 0.94,
+    "double_functions": 0.8,
     "flops.float64": 0.92,
     "flops.tf32": 0.9,
     "flops.float16": 2 * 0.91,
@@ -50,7 +51,7 @@ MOST_FLOPS = {
     100: (8192, 8192, 4096, 256),
     120: (1024, 1024, 512, 4),
 }
-OF_DOUBLE_FUNCTION = 80  # FLOPs of an exponential in double, at least
+OF_DOUBLE_FUNCTION = 40  # FLOPs of an exponential in double, at least
 LEAST_SHARE = 0.05  # of what it can do at most: less is another unit, or another program's GPU
 NOISE = 1.02  # times what it can do at most, that a clock may be wrong by
 CLOCKS = 300, 4000  # cycles of a microsecond, at least and at most

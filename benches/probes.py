@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from factorlayer.device.code import headers
 from factorlayer.device.gpu import Gpu
 
 DEVICE = "cuda"
-ELEMENTS, DOUBLES = 1 << 28, 1 << 23  # floats that are moved, and doubles that functions are taken of
+ELEMENTS = 1 << 28  # floats that are moved
+OPTIONS = ["--std=c++17", "--device-as-default-execution-space"]  # as the engine compiles
 LONG_US = 4000.0  # of a launch
 LAUNCHES, ROUNDS = 3, 9  # between two events; of which the median counts
 QUEUED = 4_000_000  # cycles that the GPU sleeps, while the host queues what is timed
@@ -97,6 +99,15 @@ SPECIAL = """
       asm volatile("{ .reg .f32 t; neg.f32 t, %0; ex2.approx.ftz.f32 %0, t; }" : "+f"(x[i % 8]));
   for (int i = 0; i < 8; ++i) kept ^= __float_as_uint(x[i]);
 """
+DOUBLES = """
+  double x[8];
+  for (int i = 0; i < 8; ++i) x[i] = (drawn % 1024 + i) / 1024.0;
+  #pragma unroll 1
+  for (int step = 0; step < steps; ++step)
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = Accurate::tanh(x[i]) + Accurate::erf(x[i]);
+  for (int i = 0; i < 8; ++i) kept ^= low_of(x[i]);
+"""
 BARRIERS = """
   #pragma unroll 1
   for (int step = 0; step < steps; ++step)
@@ -163,13 +174,15 @@ def product(dtype: str, arch: int) -> tuple[int, str]:
 def kernels(arch: int) -> dict[str, tuple[str, int]]:
     """Bodies by name, each with the threads of a block."""
     alone = {"shared": (SHARED, 1024), "instructions": (INSTRUCTIONS, 512), "special": (SPECIAL, 512), "l2": (L2, 512)}
+    alone["doubles"] = DOUBLES, 256
     waiting = {"barriers": (BARRIERS, 1024), "chase": (CHASE, 1), "small": (SMALL, 128)}
     return alone | waiting | {f"products_{dtype}": (product(dtype, arch)[1], 256) for dtype in DRAWN}
 
 
 def source(name: str, arch: int) -> str:
     body, threads = kernels(arch)[name]
-    return DRAWN.get(name.removeprefix("products_"), "") + FRAME.format(name=name, body=body, threads=threads)
+    before = headers("pointwise.cuh") if name == "doubles" else DRAWN.get(name.removeprefix("products_"), "")
+    return before + FRAME.format(name=name, body=body, threads=threads)
 
 
 class Probes:
@@ -188,7 +201,7 @@ class Probes:
         yield "shared_bytes", 1024 * 16 * 16 / self._step_us("shared")
         yield "instructions", 32 * 128 / self._step_us("instructions", 2)
         yield "special_functions", 2 * 512 * 64 / self._step_us("special", 2)
-        yield "double_functions", self.double_functions()
+        yield "double_functions", 2 * 256 * 2 * 8 / self._step_us("doubles", 2)  # tanh and erf, by the engine's code
         for dtype in ("float64", "tf32", "float16", "bfloat16"):
             flops, _ = product(dtype, self.gpu.arch)
             yield f"flops.{dtype}", 16 * 16 * flops / self._step_us(f"products_{dtype}", 2)
@@ -211,12 +224,6 @@ class Probes:
         pieces = 1 << int(0.4 * self.l2 / 16).bit_length() - 1
         data = torch.randint(1, 1 << 31, (4 * pieces,), dtype=torch.int32, device=DEVICE)
         return 2 * 512 * 8 * 16 / self._step_us("l2", 2, data, pieces)
-
-    def double_functions(self) -> float:
-        """The rate of PyTorch's tanh and gelu in double, in elements."""
-        x = torch.randn(DOUBLES, dtype=torch.float64, device=DEVICE)
-        us = sum(us_of(functools.partial(function, x)) for function in (torch.tanh, torch.nn.functional.gelu))
-        return 2 * x.numel() / us / self.gpu.sms
 
     def wait_us(self) -> float:
         """The time from one line of memory to the next, which the first one names, in over four times what L2 holds."""
@@ -293,7 +300,7 @@ def compiled(name: str, gpu: Gpu) -> Callable[..., None]:
 
 
 def cubin_of(name: str, gpu: Gpu) -> bytes:
-    cubin, log, error = torch.ops.factorlayer.compile(source(name, gpu.arch), name, gpu.architecture, [])
+    cubin, log, error = torch.ops.factorlayer.compile(source(name, gpu.arch), name, gpu.architecture, OPTIONS)
     if error:
         raise RuntimeError(f"{name} cannot be compiled for {gpu.architecture}: {error}\n{log}")
     return bytes(cubin.numpy().tobytes())

@@ -43,7 +43,7 @@ FOR_FLOAT(cos)
 FOR_FLOAT(tanh)
 FOR_FLOAT(erf)
 FOR_FLOAT(atan)
-extern "C" double pow(double, double);
+extern "C" double pow(double, double), fma(double, double, double), copysign(double, double);
 extern "C" float powf(float, float), fmaf(float, float, float), fmaxf(float, float), copysignf(float, float);
 inline float pow(float x, float y) { return powf(x, y); }
 template <class T> inline T min(T x, T y) { return y < x ? y : x; }
@@ -107,6 +107,8 @@ inline double double_of(u32 low, u32 high) {
   memcpy(&x, &bits, 8);
   return x;
 }
+inline u32 low_of(double x) { return u32(same_bits<u64>(x)); }
+inline u32 high_of(double x) { return u32(same_bits<u64>(x) >> 32); }
 inline float larger(float x, float y) { return x > y || x != x ? x : y; }
 inline float smaller(float x, float y) { return x < y || x != x ? x : y; }
 
@@ -120,6 +122,10 @@ inline float times_off_by(double y, double most, float x) {
 inline float normal_or_zero(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.f, x) : x; }
 inline float fast_exp2(float x) { return normal_or_zero(times_off_by(exp2(double(x)), 0x1p-22, x)); }
 inline float fast_reciprocal(float x) { return normal_or_zero(times_off_by(1 / double(normal_or_zero(x)), 0x1p-23, x)); }
+inline double fast_reciprocal(double x) {  // of whose result the lower word is zero
+  const double y = 1 / x * (1 + (same_bits<u64>(x) * 2654435761u >> 40 & 1 ? 0x1p-20 : -0x1p-20));
+  return double_of(0, high_of(y));
+}
 inline float fast_tanh(float x) {
   const float y = times_off_by(tanh(double(x)), 0x1p-11, x);
   return y > 1 ? 1 : y < -1 ? -1 : y;

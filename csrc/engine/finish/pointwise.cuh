@@ -19,6 +19,8 @@ DEVICE float signed_as(float size, float x) {
 // c0 + c1 x + c2 x^2 + ...
 DEVICE float polynomial(float, float c0) { return c0; }
 template <class... More> DEVICE float polynomial(float x, float c0, More... more) { return fmaf(polynomial(x, more...), x, c0); }
+DEVICE double polynomial(double, double c0) { return c0; }
+template <class... More> DEVICE double polynomial(double x, double c0, More... more) { return fma(polynomial(x, more...), x, c0); }
 
 constexpr float kRound = 12582912.f;  // x + 1.5 * 2^23 has the integer nearest to x in its low bits
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.69314718f;
@@ -51,21 +53,123 @@ template <int PARTS, bool COSINE> DEVICE float angle_of(float x) {
 // gelu_tanh is x sigmoid(kGelu (x + kCubed x^3)).
 constexpr double kGelu = 1.5957691216057308, kCubed = 0.044715;
 
+// In double, without branches: those of CUDA's keep the compiler from mixing elements, each of which waits for itself then.
+struct Doubles {
+  static constexpr double kRound = 6755399441055744., kLog2e = 1.4426950408889634;  // x + 1.5 * 2^52, as above
+  static constexpr double kLn2 = 0.6931471805599453, kLn2Behind = 2.3190468138462996e-17;
+  static constexpr double kPi = 3.141592653589793, kPiBehind = 1.2246467991473532e-16, kPiFurther = -2.9947698097183397e-33;
+
+  static DEVICE double reciprocal(double x) {  // of normal numbers
+    const double y = fast_reciprocal(x), e = fma(-x, y, 1.);
+    return fma(y, fma(e, e, e), y);
+  }
+  static DEVICE double power_of_two(int n) { return double_of(0, u32(1023 + n) << 20); }
+  // e^x is 2^n (1 + rest), of x that are not far out of range
+  struct Parts {
+    double rest;
+    int n;
+    DEVICE Parts(double x) {
+      const double turned = fma(x, kLog2e, kRound), whole = turned - kRound;
+      const double r = fma(whole, -kLn2Behind, fma(whole, -kLn2, x));
+      const double p = polynomial(r, 0.5, 0.16666666666666669, 0.041666666666666664, 0.008333333333330062, 0.0013888888888886552,
+                                  0.00019841269863053618, 2.4801587317144498e-05, 2.7557268459997064e-06, 2.755728296954995e-07,
+                                  2.510038549551032e-08, 2.0911236630261545e-09);
+      rest = fma(r * r, p, r), n = int(low_of(turned));
+    }
+    // By halves of n, as 2^n alone may be out of range
+    DEVICE double power() const {
+      const double some = power_of_two(n >> 1);
+      return fma(some, rest, some) * power_of_two(n - (n >> 1));
+    }
+    DEVICE double less_one() const {
+      const double half = power_of_two(n - 1), y = fma(half, rest, half - 0.5);
+      return n == 0 ? rest : y + y;
+    }
+  };
+  static DEVICE double clamped(double x, double least, double most) { return x > most ? most : x < least ? least : x; }  // or NaN
+  static DEVICE double exp(double x) { return Parts(clamped(x, -746, 710)).power(); }
+  static DEVICE double exp_of_minus(double x) { return Parts(x > 746. ? -746. : -x).power(); }  // of no negative x
+  static DEVICE double expm1(double x) { return Parts(clamped(x, -40, 710)).less_one(); }
+  // log(1 + m), m from sqrt(1/2) - 1 to sqrt(2) - 1
+  static DEVICE double log_near_one(double m) {
+    const double s = m * reciprocal(2. + m), z = s * s;
+    const double p = polynomial(z, 0.6666666666666666, 0.4000000000000089, 0.2857142857079543, 0.2222222239356661,
+                                0.18181795442371984, 0.1538625044794019, 0.13268485680654427, 0.13089629160674623);
+    return fma(s * z, p, s + s);
+  }
+  static DEVICE int exponent_of(u32 high) { return int(high - 0x3fe6a09e) >> 20; }  // from sqrt(1/2) on
+  static DEVICE double logarithm(double n, double m) { return fma(n, kLn2, fma(n, kLn2Behind, log_near_one(m))); }
+  static DEVICE double whole(int n) { return double_of(u32(n) ^ 0x80000000u, 0x43300000) - 4503601774854144.; }
+  // What is added to the sum above where x = `of`, or `of` + 1, has no logarithm, or none that is finite. To choose one of both
+  // instead, the compiler branches.
+  static DEVICE double no_logarithm(double x, double of) {
+    const double infinity = double_of(0, 0x7ff00000), odd = x == 0. ? -infinity : x < 0. ? double_of(0, 0x7ff80000) : of;
+    return (x > 0.) & (of < infinity) ? 0. : odd;
+  }
+  static DEVICE double log(double x) {
+    const bool small = x < 2.2250738585072014e-308;  // which are no normal numbers
+    const double larger = small ? x * 18014398509481984. : x;
+    const int n = exponent_of(high_of(larger));
+    const double y = logarithm(whole(small ? n - 54 : n), double_of(low_of(larger), high_of(larger) - (u32(n) << 20)) - 1.);
+    return y + no_logarithm(x, x);
+  }
+  // 1 + x is 2^n (1 + m), exactly where there are digits behind x's
+  static DEVICE double log1p(double x) {
+    const double u = 1. + x;
+    const int n = exponent_of(high_of(u));
+    const double scale = power_of_two(n > 60 ? 0 : -n), far = double_of(low_of(u), high_of(u) - (u32(n) << 20)) - 1.;
+    const double y = logarithm(whole(n), n > 60 ? far : fma(x, scale, scale - 1.));
+    return y + no_logarithm(u, x);
+  }
+  static DEVICE double sigmoid(double x) {
+    const double e = exp_of_minus(fabs(x)), y = reciprocal(1. + e);
+    return x < 0. ? e * y : y;
+  }
+  static DEVICE double softplus(double x) {
+    const double e = exp_of_minus(fabs(x));
+    const bool large = e > 0.41421356;  // 1 + e is 2 (1 + m) then
+    const double y = log_near_one(large ? fma(e, 0.5, -0.5) : e);
+    return (x < 0. ? 0. : x) + (large ? y + kLn2 : y);
+  }
+  static DEVICE double tanh(double x) {
+    const double size = fabs(x), t = Parts(size > 20. ? 40. : size + size).less_one(), d = t + 2., r = reciprocal(d), y = t * r;
+    return copysign(fma(r, fma(-y, d, t), y), x);  // 1 at most
+  }
+  static DEVICE double tanh_of_softplus(double x) {
+    const double e = Parts(clamped(x, -746, 40)).power(), n = e * (e + 2.), r = reciprocal(n + 2.);
+    return n > 16. ? fma(-2., r, 1.) : n * r;
+  }
+  // Of angles that are so large that pi in three parts is not exact enough
+  template <bool COSINE> static __device__ __noinline__ double sine_of_large(double x) { return COSINE ? ::cos(x) : ::sin(x); }
+  template <bool COSINE> static DEVICE double sine(double x) {
+    const double turned = COSINE ? fma(x, 0.3183098861837907, -0.5) + kRound : fma(x, 0.3183098861837907, kRound);
+    const double halves = COSINE ? turned - kRound + 0.5 : turned - kRound;
+    const double angle = fma(halves, -kPiFurther, fma(halves, -kPiBehind, fma(halves, -kPi, x)));
+    const double r = double_of(low_of(angle), high_of(angle) ^ low_of(turned) << 31 ^ (COSINE ? 0x80000000u : 0u)), z = r * r;
+    const double p = polynomial(z, -0.16666666666666666, 0.008333333333333316, -0.00019841269841254966, 2.7557319219160833e-06,
+                                -2.505210761669045e-08, 1.6058977292642743e-10, -7.643969663988074e-13, 2.7314368769379893e-15);
+    double y = fma(r * z, p, r);
+    if (fabs(x) > 1073741824.) y = sine_of_large<COSINE>(x);
+    return y;
+  }
+};
+
 struct Accurate {
-  static DEVICE double exp(double x) { return ::exp(x); }
-  static DEVICE double expm1(double x) { return ::expm1(x); }
-  static DEVICE double log(double x) { return ::log(x); }
-  static DEVICE double log1p(double x) { return ::log1p(x); }
-  static DEVICE double sin(double x) { return ::sin(x); }
-  static DEVICE double cos(double x) { return ::cos(x); }
-  static DEVICE double tanh(double x) { return ::tanh(x); }
+  static DEVICE double exp(double x) { return Doubles::exp(x); }
+  static DEVICE double expm1(double x) { return Doubles::expm1(x); }
+  static DEVICE double log(double x) { return Doubles::log(x); }
+  static DEVICE double log1p(double x) { return Doubles::log1p(x); }
+  static DEVICE double sin(double x) { return Doubles::sine<false>(x); }
+  static DEVICE double cos(double x) { return Doubles::sine<true>(x); }
+  static DEVICE double tanh(double x) { return Doubles::tanh(x); }
   static DEVICE double erf(double x) { return ::erf(x); }
   static DEVICE double atan(double x) { return ::atan(x); }
   static DEVICE double sqrt(double x) { return ::sqrt(x); }
   static DEVICE double pow(double x, double n) { return ::pow(x, n); }
-  static DEVICE double sigmoid(double x) { return 1 / (1 + ::exp(-x)); }
-  static DEVICE double softplus(double x) { return (x < 0 ? 0 : x) + ::log1p(::exp(-fabs(x))); }
+  static DEVICE double sigmoid(double x) { return Doubles::sigmoid(x); }
+  static DEVICE double softplus(double x) { return Doubles::softplus(x); }
   static DEVICE double quotient(double x, double y) { return x / y; }
+  static DEVICE double tanh_of_softplus(double x) { return Doubles::tanh_of_softplus(x); }
 
   static DEVICE float exp(float x) { return expf(x); }
   static DEVICE float log(float x) { return logf(x); }
@@ -120,9 +224,9 @@ struct Accurate {
     return s + (T(kGelu) * g + T(3 * kGelu * kCubed) * (g * x) * x);
   }
   // n / (n + 2), n = e^x (e^x + 2). Near 1 what is left to it has to vanish with x: it may be multiplied by a large x.
-  template <class T> static DEVICE T tanh_of_softplus(T x) {
-    const T e = exp(x), n = e * (e + T(2)), r = quotient(T(1), n + T(2));
-    return n > T(16) ? T(1) - T(2) * r : n * r;
+  static DEVICE float tanh_of_softplus(float x) {
+    const float e = exp(x), n = e * (e + 2.f), r = quotient(1.f, n + 2.f);
+    return n > 16.f ? 1.f - 2.f * r : n * r;
   }
 };
 

@@ -60,6 +60,9 @@ DEVICE double double_of(u32 low, u32 high) {
   return x;
 }
 
+DEVICE u32 low_of(double x) { return u32(__double_as_longlong(x)); }
+DEVICE u32 high_of(double x) { return u32(u64(__double_as_longlong(x)) >> 32); }
+
 // The larger one, or the smaller one, or NaN if either is.
 DEVICE float larger(float x, float y) {
   float z;
@@ -108,6 +111,12 @@ SPECIAL_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
 SPECIAL_FUNCTION(fast_tanh, "tanh.approx.f32")
 SPECIAL_FUNCTION(fast_log2, "lg2.approx.f32")
 SPECIAL_FUNCTION(fast_root, "sqrt.approx.f32")
+// 1/x, off by 2^-20
+DEVICE double fast_reciprocal(double x) {
+  double y;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+  return y;
+}
 DEVICE float fast_quotient(float x, float y) {
   float z;
   asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
