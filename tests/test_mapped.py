@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from compiled import UsageOf
@@ -130,6 +132,21 @@ def test_is_right_in_any_order_and_keeps_samples_apart(
     np.testing.assert_array_equal(broken[others], y[others])
 
 
+def test_is_the_same_from_the_last_samples_on(emulator: Emulator) -> None:
+    found = plan_of("tied 0 1 136 104 1; bias", 300, 2, (64, 1, 1), "bfloat16")
+    (tiled,) = found.passes
+    assert isinstance(tiled, Mapped)
+    from_the_end = replace(found, passes=(tiled.from_the_end(),))
+    assert "FROM_LAST = true" in from_the_end.text()
+    x, weight, bias = tensors_of(found.chain, 300, "bfloat16")
+    made = []
+    for each in (found, from_the_end):
+        (y,), errors = emulator.run(each, emulator.compile(each), x, [weight], bias, 2, seed=3)
+        assert not errors
+        made.append(y)
+    np.testing.assert_array_equal(*made)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -184,6 +201,7 @@ def test_what_maps_cannot_describe_is_left_to_others() -> None:
     ):
         assert not list(mapped.tilings(products(Chain.parse(text), "tf32")[0], 16384, GPU)), text
     text = "tied 0 1 192 192 1; tf32"
+    assert not list(mapped.tilings(product_of("untied 0 3 64 192 1; slabs 1", "bfloat16"), 16384, GPU))
     for dtype, gpu in (("float32", GPU), ("float64", GPU), ("tf32", Gpu.of(80)), ("tf32", Gpu.of(100))):
         (product,) = products(Chain.parse(text), dtype)
         assert not list(mapped.tilings(product, 16384, gpu))
