@@ -15,8 +15,8 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import Pass, fastest, tensor_map
-from factorlayer.kernels.product.streamed import SECTOR, Product
+from factorlayer.kernels.passes import fastest, tensor_map
+from factorlayer.kernels.product.streamed import SECTOR, ByWarpgroups, Product
 from factorlayer.kernels.work import round_up
 
 DTYPES = ("tf32", "bfloat16", "float16")
@@ -45,11 +45,10 @@ BESIDE = 0.1  # of the shorter one of what multiprocessors and what memory takes
 
 
 @dataclass(frozen=True)
-class Mapped(Pass):
+class Mapped(ByWarpgroups):
     """A pass, tiled: products of 64 x `consumers` x `parts` by n for `held` groups, by clusters of `across` blocks that
     share rows of x, or `down` that share columns. `us` is the time predicted."""
 
-    product: Product
     batch: int
     gpu: Gpu
     n: int
@@ -58,9 +57,7 @@ class Mapped(Pass):
     parts: int = 1
     across: int = 1
     down: int = 1
-    from_last: bool = False  # the last samples come first
     us: float = 0.0
-    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
 
     @property
     def threads(self) -> int:
@@ -100,14 +97,6 @@ class Mapped(Pass):
     def slot_bytes(self) -> int:
         return 128 * (self.rows + self.n)
 
-    def from_the_end(self) -> Mapped:
-        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
-        takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
-        return replace(self, from_last=True) if takes else self
-
-    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Mapped:
-        return replace(self, scaled_at=scaled_at)
-
     @kept
     def slots(self) -> int:
         return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
@@ -128,10 +117,6 @@ class Mapped(Pass):
         return self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return self.product.outer
-
-    @property
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks. Of a whole tile's rows,
         blocks would be fewer than tiles where the last one is hardly begun."""
@@ -140,10 +125,6 @@ class Mapped(Pass):
     @property
     def most_samples(self) -> int:
         return LARGEST // self.product.outer
-
-    @property
-    def output_bytes(self) -> int:
-        return self.product.y_features * self.product.size
 
     @property
     def each(self) -> int:

@@ -10,7 +10,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
@@ -21,6 +22,9 @@ from factorlayer.kernels.passes import MOST_BLOCKS, Pass, fastest
 from factorlayer.kernels.work import OF_TENSOR, Inputs, inputs_of, round_up, told_inputs
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MOST_TILINGS = 64  # that are compared
 ISSUE_RATE = 7e3  # instructions of a multiprocessor's warps in a microsecond
@@ -229,6 +233,31 @@ def _turned(c: Contraction, following: Contraction) -> tuple[int, int, int] | No
     if (b > 1 and c.inner > 1) or c.q * c.inner != b * following.inner:
         return None
     return c.inner * following_groups, following_groups, b
+
+
+@dataclass(frozen=True)
+class ByWarpgroups(Pass):
+    """A pass of one contraction by rows on Hopper's warpgroup instructions."""
+
+    product: Product
+    from_last: bool = field(default=False, kw_only=True)  # the last samples come first
+    scaled_at: int = field(default=-1, kw_only=True)  # bytes before what a prepared weight is scaled by, if it is
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.product.outer
+
+    @property
+    def output_bytes(self) -> int:
+        return self.product.terms_out * self.product.y_features * self.product.size
+
+    def from_the_end(self) -> Self:
+        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
+        takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
+        return replace(self, from_last=True) if takes else self
+
+    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Self:
+        return replace(self, scaled_at=scaled_at)
 
 
 @dataclass(frozen=True)

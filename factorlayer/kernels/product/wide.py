@@ -15,9 +15,9 @@ from factorlayer.activations.written import activation_type, gradient, gradient_
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import Pass, fastest
+from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.product.runs import Runs, runs_of
-from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, Product
+from factorlayer.kernels.product.streamed import LINE_CYCLES, SECTOR, ByWarpgroups, Product
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16")
 MOST_BESIDE_TWO, WIDEST_BESIDE_TWO = 128, 192  # sums and results of a thread, and a tile, beside two of producers
@@ -69,14 +69,13 @@ def reach(features: int, size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Wide(Pass):
+class Wide(ByWarpgroups):
     """A pass, tiled: products of 64 x `consumers` by n for `held` groups; a thread has `run` columns side by side.
 
     With 32 bits the weights are operand A, which comes through registers and is rounded or split there; else it is x.
     `us` is the time predicted.
     """
 
-    product: Product
     consumers: int
     n: int
     held: int
@@ -84,21 +83,11 @@ class Wide(Pass):
     batch: int
     gpu: Gpu
     cluster: int = 1  # blocks whose results lie in the same sectors of L2
-    from_last: bool = False  # the last samples come first
     us: float = 0.0
     halves_at: int = 0  # bytes before those of the weight that another pass splits,
     scales_at: int = 0  # and before its rows' scales
-    scaled_at: int = -1  # bytes before what a prepared weight is scaled by, if it is
     shifted: bool = False  # x comes by pieces of 16 bytes, wherever its rows begin in them
     runs: Runs | None = None  # how results go through shared memory of groups that take turns, if they do
-
-    def from_the_end(self) -> Wide:
-        """The same from the last sample on, in 16 bits, unless it makes more than it reads: that gets no faster."""
-        takes = self.product.size == 2 and self.product.y_features <= self.product.x_features
-        return replace(self, from_last=True) if takes else self
-
-    def behind_weight(self, begin: int, scaled_at: int, weights: int) -> Wide:
-        return replace(self, scaled_at=scaled_at)
 
     @property
     def rows(self) -> int:
@@ -314,10 +303,6 @@ class Wide(Pass):
         return min(self.tiles, self.gpu.sms // self.cluster) * self.cluster if self._is_small else self.cluster
 
     @property
-    def units_per_sample(self) -> int:
-        return self.product.outer
-
-    @property
     def units_per_block(self) -> int:
         """Rows that are worth a block: each takes any tiles, so that these only count blocks."""
         return self.rows * self.every if self._is_small else self._unit
@@ -330,10 +315,6 @@ class Wide(Pass):
     def is_for_many(self) -> bool:
         """Where rows are odd: it may wait for a weight, and has tiles of many of them."""
         return not self.splits and (self.shifted or self.copy < 16 or self.is_staged)
-
-    @property
-    def output_bytes(self) -> int:
-        return self.product.terms_out * self.product.y_features * self.product.size
 
     def us_of(self, batch: int) -> float:
         return time(self, batch)
