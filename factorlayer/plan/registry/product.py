@@ -12,6 +12,7 @@ from factorlayer.kernels.product import (
     columns,
     few,
     mapped,
+    mapped_gradient,
     streamed,
     turn,
     whole_kronecker,
@@ -100,7 +101,15 @@ WIDE_GRADIENT = Family(
     Takes(wide_gradient.DTYPES, ("wgmma",), (1, 1), more="nothing behind the mode"),
     told=("bias", "mixed", "states"),
 )
-OF_WEIGHT = (GRADIENT, WIDE_GRADIENT)
+MAPPED_GRADIENT = Family(
+    "The gradient of a weight from tensors that maps describe",
+    mapped_gradient.tile,
+    (mapped_gradient.MappedGradient,),
+    "gradients",
+    Takes(mapped_gradient.DTYPES, ("wgmma",), (1, 1), more="rows, or what lies behind the mode, in whole 16 bytes"),
+    told=("states",),
+)
+OF_WEIGHT = (GRADIENT, WIDE_GRADIENT, MAPPED_GRADIENT)
 OF_WEIGHT_AND_BIAS = (WIDE_GRADIENT,)
 OF_WEIGHT_IN_ORDER = (WIDE_GRADIENT,)  # of q's that come in another order
 
