@@ -28,7 +28,7 @@ from factorlayer.plan.plan import PASS_WEIGHT
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
 from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
-from factorlayer.plan.registry.product import OF_TURN, OF_WEIGHT
+from factorlayer.plan.registry.product import MAPPED_GRADIENT, OF_TURN, OF_WEIGHT
 from factorlayer.plan.works import least_of_sample
 
 # Times that a visit of one weight has to be predicted to be faster by two passes: by a gradient of Hopper's or in 16
@@ -163,20 +163,23 @@ def _at_once(work: Work, places: Places, before: str, batch: int, gpu: Gpu) -> t
 
 
 def _or_apart(visit: tuple[Any, ...], work: Work, places: Places, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The visit by one pass, or what is faster where there is none, or the sums of its one weight are so many that
-    several blocks share them, each of which reads both states: a pass that makes its gradient, and, if it is wanted,
-    one that takes grad_y back through it."""
+    """The visit by one pass, or what is faster where there is none, or maps describe its states, or the sums of its one
+    weight are so many that several blocks share them, each of which reads both states: a pass that makes its gradient,
+    and, if it is wanted, one that takes grad_y back through it."""
     (_, mode), *more = work.steps
-    if more or work.inputs or len(mode.parts) > 1 or any(p.parts == 1 for p in visit):
+    if more or work.inputs or len(mode.parts) > 1:
         return visit
     passes = 2 if places.y else 1
     moved = passes * sum(math.prod(state) for state in work.states) * work.outer * work.inner
     least = passes * gpu.rates.behind_us + batch * least_of_sample(work, moved, passes, gpu)
     if visit and least >= _us(visit):
         return visit
-    product = _tiled(RESIDENT, _back_through(work, places.terms_g), batch, gpu) if places.y else None
     gradient = _of_one_weight(work.unnumbered, places.terms_x, places.terms_g, batch, gpu)
-    if gradient is None or (places.y and product is None):
+    by_maps = gradient is not None and family_of(gradient) is MAPPED_GRADIENT
+    if gradient is None or (not by_maps and any(p.parts == 1 for p in visit)):
+        return visit
+    product = _tiled(RESIDENT, _back_through(work, places.terms_g), batch, gpu) if places.y else None
+    if places.y and product is None:
         return visit
     made = cast(Pass, OfVisit(gradient, places.x, places.g, places.begin, places.grad))
     back = [replace(product, takes=places.g or f"@{places.grad}", gives=places.y)] if product else []
