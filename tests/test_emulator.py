@@ -102,7 +102,7 @@ class Case:
     def plan(self) -> Plan:
         chain = Chain.of(self.spec, True, self.activation)
         asked = self.dtype, self.planned, Gpu.of(self.architecture)
-        return Plan(chain, *asked, one_by_one(chain, *asked)) if self.apart else plan(chain, *asked)
+        return Plan(chain, *asked, with_halves(one_by_one(chain, *asked))) if self.apart else plan(chain, *asked)
 
 
 CASES = [
@@ -2678,7 +2678,7 @@ def test_finds_what_is_missing_of_a_gradient_of_warpgroups(
         ("tf32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
         ("float32", "whole = kShifted && ends", "whole = false && ends", "outside of the tensors"),
         ("bfloat16", "    sync_consumers<kConsumers>();\n", "", "race: a"),
-        ("tf32", "      __syncwarp();\n      UNROLL_BY(4)", "      UNROLL_BY(4)", "race"),
+        ("tf32", "      __syncwarp();\n      staged", "      staged", "race"),
     ],
 )
 def test_finds_what_is_missing_where_rows_are_no_whole_pieces(

@@ -35,15 +35,16 @@ template <int N> struct StagedRows {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     UNROLL for (int i = 0; i < N / 2; ++i) store_shared(at(g + i / 2 % 2 * 8, i / 4 * 8 + t * 2 + i % 2), sums[i]);
   }
-  // The first `columns` of each row to line(row), where that is not null
-  template <class Result, class Line> DEVICE void store(int columns, const Line& line) const {
+  // Columns from `begin` to `end` of each row to where line(row) says that column 0 belongs, or nowhere if that is null
+  template <class Result, class Line> DEVICE void store(int begin, int end, const Line& line) const {
     UNROLL_BY(4) for (int row = 0; row < 16; ++row) {
       Result* to = line(row);
       if (!to) continue;
       const int first = threadIdx.x % 32 - int(reinterpret_cast<u64>(to) % 32 / sizeof(Result));  // of the sector in which it begins
       UNROLL for (int i = 0; i < ceil_div(N + 31, 32); ++i) {
         const int c = first + i * 32;
-        if (unsigned(c) < N && c < columns) store_global(to + c, narrow<Result>(__uint_as_float(load_u32(at(row, c)))));
+        if (unsigned(c) < N && c >= begin && c < end)
+          store_global(to + c, narrow<Result>(__uint_as_float(load_u32(at(row, c)))));
       }
     }
   }

@@ -130,7 +130,7 @@ template <class Pass> struct MappedGradient {
       UNROLL for (int part = 0; part < PARTS; ++part) {
         staged.put(sums[part]);
         __syncwarp();
-        staged.template store<Result>(P - p, [&](int row) {
+        staged.template store<Result>(0, P - p, [&](int row) {
           const int at = first + part * kPart + row;
           return at < Q ? to + (i64(at) * P + p) : nullptr;
         });

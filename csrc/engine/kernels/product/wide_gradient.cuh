@@ -30,6 +30,7 @@
 #include "multiply/mma.cuh"
 #include "types/params.cuh"
 #include "multiply/wgmma.cuh"
+#include "finish/tile.cuh"
 #include "move/ring.cuh"
 
 template <class Pass> struct WideGradient {
@@ -397,42 +398,34 @@ template <class Pass> struct WideGradient {
   // Rows that begin within 16 bytes go through shared memory, where nobody reads slots any more, for a warp to store runs
   // of them: they fill sectors of L2, but at their ends.
   static constexpr bool kStaged = kShifted || !kSideBySide;
-  static constexpr int kStagedRow = N + 8, kStagedBytes = 16 * kStagedRow * 4;  // of a warp
-  static_assert(!kStaged || kConsumers / 32 * kStagedBytes <= Pass::SLOTS * kSlotBytes, "room for sums");
+  using Staged = StagedRows<N>;
+  static_assert(!kStaged || kConsumers / 32 * Staged::kBytes <= Pass::SLOTS * kSlotBytes, "room for sums");
   DEVICE void store_staged(const Sums& sums) const {
     const Tile at = tile();
     const int lane = threadIdx.x % 32, p = at.p + warpgroup / WM * N;
-    const u32 staged = memory + threadIdx.x / 32 * kStagedBytes;
+    const Staged staged(memory + threadIdx.x / 32 * Staged::kBytes);
     Result* to = part(at) + (i64(at.group) * Q * P + p);
     sync_consumers<kConsumers>();
     UNROLL for (int h = 0; h < HEIGHT; ++h) {
-      UNROLL for (int half = 0; half < 2; ++half) stage(sums[h], half, staged + (lane / 4 * 2 + half) * (kStagedRow * 4));
+      if constexpr (kTurns)
+        staged.put(sums[h]);
+      else
+        UNROLL for (int half = 0; half < 2; ++half) stage(sums[h], half, staged.at(lane / 4 + half * 8, 0));
       __syncwarp();
-      UNROLL_BY(4) for (int row = 0; row < 16; ++row) {
-        const int q = at.q + own_q(row / 2) + down(h, row % 2);
-        if (unsigned(q) >= Q) continue;
-        Result* line = to + i64(in_order(q)) * P;
-        const int first = lane - int(reinterpret_cast<u64>(line) % 32 / sizeof(Result));  // of the sector in which it begins
-        UNROLL for (int i = 0; i < ceil_div(N + 31, 32); ++i) {
-          const int c = first + i * 32;
-          if (unsigned(c) < N && unsigned(p + c) < P)
-            store_global(line + c, narrow<Result>(__uint_as_float(load_u32(staged + (row * kStagedRow + c) * 4))));
-        }
-      }
+      staged.template store<Result>(-p, P - p, [&](int row) {
+        const int q = at.q + own_q(row % 8) + down(h, row / 8);
+        return unsigned(q) < Q ? to + i64(in_order(q)) * P : nullptr;
+      });
       __syncwarp();
     }
   }
   static DEVICE void stage(const float (&sums)[N / 2], int half, u32 row) {
     const int t = threadIdx.x % 4;
-    UNROLL for (int n = 0; n < N / 8; n += kTurns ? 1 : 4)
+    UNROLL for (int n = 0; n < N / 8; n += 4)
       UNROLL for (int i = 0; i < 2; ++i) {
-        if constexpr (kTurns) {
-          store_shared(row + (n * 8 + t * 2 + i) * 4, sums[n * 4 + half * 2 + i]);
-        } else {
-          u32 words[4];
-          UNROLL for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
-          store_u32x4(row + (n * 8 + t * 8 + i * 4) * 4, words);
-        }
+        u32 words[4];
+        UNROLL for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(sums[(n + j) * 4 + half * 2 + i]);
+        store_u32x4(row + (n * 8 + t * 8 + i * 4) * 4, words);
       }
   }
 
@@ -448,7 +441,9 @@ template <class Pass> struct WideGradient {
       }
   }
   DEVICE void store_row(const float (&sums)[N / 2], int half, Result* to, int p, int t, int end) const {
-    if constexpr (!kTurns) {
+    if constexpr (kTurns)
+      ::store_row(sums, half, to, p, end);
+    else
       UNROLL for (int n = 0; n < N / 8; n += 4)
         UNROLL for (int i = 0; i < 2; ++i) {
           u32 words[4];
@@ -456,24 +451,6 @@ template <class Pass> struct WideGradient {
           const int c = p + n * 8 + t * 8 + i * 4;
           if (c < end) store_global<16>(to + c, words);
         }
-    } else if constexpr (is_same<Result, Element>) {
-      const int odd = t & 1;
-      UNROLL for (int n = 0; n < N / 8; n += 2) {
-        const float* near = &sums[n * 4 + half * 2];
-        const u32 first = Pair<Element>(near[0], near[1]).bits, second = Pair<Element>(near[4], near[5]).bits;
-        const u32 given = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
-        const u32 words[2] = {odd ? given : first, odd ? second : given};
-        const int c = p + (n + odd) * 8 + t / 2 * 4;
-        if (c < end) store_global<8>(to + c, words);
-      }
-    } else {
-      UNROLL for (int n = 0; n < N / 8; n += 2) {
-        u32 words[4];
-        four_columns(&sums[n * 4 + half * 2], words);
-        const int c = p + (n + t % 2) * 8 + t / 2 * 4;
-        if (c < end) store_global<16>(to + c, words);
-      }
-    }
   }
 
   DEVICE void run() const {
