@@ -1,4 +1,4 @@
-"""kernels/product/mapped_gradient.py: which tilings there are, that they compile, and, on a CPU, that they are right."""
+"""kernels/product/mapped_gradient.py: which tilings there are, that they compile, and that they are right on a CPU."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def right(x: Array, grad: Array, tied: bool) -> Array:
         return np.einsum("noqi,nopi->qp" if tied else "noqi,nopi->oqp", grad, x).ravel()
 
 
-# Of what lies behind the mode: slabs that it does not fill, by all numbers of steps, and rows of outer. Of rows: chunks, slabs
-# and tiles that they do not fill, and groups. Both with p's that begin anywhere or by whole sectors in the weight (the latter in
-# 16 bits too, of one block), one warpgroup and three, twice 64 q's, several blocks for a tile, and rings that turn.
+# Of what lies behind the mode: slabs that it does not fill, by all numbers of steps, and rows of outer. Of rows:
+# chunks, slabs and tiles that they do not fill, and groups. Both with p's that begin anywhere or by whole sectors in the weight
+# (the latter in 16 bits too, of one block), one warpgroup and three, twice 64 q's, several blocks for a tile, and rings
+# that turn.
 CASES: list[tuple[Sizes, str, int, int, Tiling]] = [
     ((1, 64, 64, 32, True), "tf32", 40, 1, (1, 1, 64, 1)),
     ((3, 45, 70, 44, True), "tf32", 9, 2, (2, 1, 48, 1)),
@@ -76,7 +77,9 @@ def test_is_right_in_any_order(
     for sick in (False, True):
         if sick:
             x[batch // 2, 0, p // 2, inner - 1] = np.inf
-        outputs, errors = emulator.run(found, kernels, x.reshape(batch, -1), [grad.reshape(batch, -1)], None, processors)
+        outputs, errors = emulator.run(
+            found, kernels, x.reshape(batch, -1), [grad.reshape(batch, -1)], None, processors
+        )
         assert not errors
         expected = right(x, grad, tied)
         fine = np.isfinite(expected)
@@ -98,7 +101,9 @@ def test_terms_have_states_of_their_own(of_x: bool, of_grad: bool, emulator: Emu
     found = plan_of((outer, p, q, inner, True), "tf32", batch, 6, (1, 1, 48, 1), states)
     x = draw((terms if of_x else 1, batch, outer, p, inner), "tf32", 1)
     grad = draw((terms if of_grad else 1, batch, outer, q, inner), "tf32", 2)
-    outputs, errors = emulator.run(found, emulator.compile(found), x.reshape(batch, -1), [grad.reshape(batch, -1)], None, 6)
+    outputs, errors = emulator.run(
+        found, emulator.compile(found), x.reshape(batch, -1), [grad.reshape(batch, -1)], None, 6
+    )
     assert not errors
     expected = np.concatenate([right(x[t * of_x], grad[t * of_grad], True) for t in range(terms)])
     assert np.linalg.norm(outputs[-1] - expected) <= 2 * EPS["tf32"] * np.linalg.norm(expected)

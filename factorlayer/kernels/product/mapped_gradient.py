@@ -1,5 +1,5 @@
-"""Gradients of weights in tf32 and 16 bits on Hopper, of states that the copy engine reads by maps: mapped_gradient.cuh,
-its tiles and source.
+"""Gradients of weights in tf32 and 16 bits on Hopper, of states that the copy engine reads by maps:
+mapped_gradient.cuh, its tiles and source.
 
 Of tied weights with something behind the mode that lies in whole pieces of 16 bytes, and in 16 bits of any with nothing
 behind it whose rows do. All others are left to wide_gradient.py and gradient.py.
@@ -30,9 +30,11 @@ LEAST_FEATURES, LEAST_SUMMED = 32, 64  # of the larger side of a weight that is 
 LEAST_CHUNKS = (1, 2, 4, 8, 16)  # that are worth a block
 # Fitted to 121 tilings of 23 gradients on one H200: 90 % are within 20 % and 95 % within 30, and the one with the least
 # prediction takes 1.02 of the best one's time. Nanoseconds for a row of a slab; times more where rows begin within
-# sectors, and where one has less than a slab; bytes of sums that a block stores in a microsecond; microseconds of a pass
-# beside what it does, and of a tile; of memory's time what is beside that of multiprocessors, and what it takes at least
-ROW_NS, WITHIN_SECTORS, SHORT, STORE_RATE, START_US, TILE_US, BESIDE, ALONE = 1.31, 1.48, 1.23, 200e3, 1.0, 0.2, 0.7, 1.1
+# sectors, and where one has less than a slab
+ROW_NS, WITHIN_SECTORS, SHORT = 1.31, 1.48, 1.23
+STORE_RATE = 200e3  # bytes of sums that a block stores in a microsecond
+START_US, TILE_US = 1.0, 0.2  # of a pass beside what it does, and of a tile
+BESIDE, ALONE = 0.7, 1.1  # of memory's time what is beside that of multiprocessors, and what it takes at least
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,9 @@ class MappedGradient(TileSums):
         rows, inner = self.rows_per_sample * terms, self.contraction.inner
         if self.is_turned:
             row = features * self.groups
-            return tensor_map(of, self.dtype, (features, self.groups, rows, 1, 1), (features, *[row] * 3), (64, 1, 64, 1, 1))
+            return tensor_map(
+                of, self.dtype, (features, self.groups, rows, 1, 1), (features, *[row] * 3), (64, 1, 64, 1, 1)
+            )
         sizes, row = (inner, features, rows, 1, 1), features * inner
         return tensor_map(of, self.dtype, sizes, (inner, *[row] * 3), (self.slab, columns, 1, 1, 1))
 
@@ -176,9 +180,7 @@ class MappedGradient(TileSums):
         return constants(told | {"N": self.n, "SLOTS": self.slots, "MORE": more, "FEWER": fewer})
 
 
-def tile(
-    contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM
-) -> MappedGradient | None:
+def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> MappedGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
     found = fastest(tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
     return replace(found, us=found.us_of(batch)) if found else None
