@@ -32,6 +32,7 @@ from factorlayer.kernels.batches import FEW as FEW_SAMPLES
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
 from factorlayer.kernels.product import wide_gradient
+from factorlayer.kernels.product.mapped_gradient import MappedGradient
 from factorlayer.kernels.resident import Resident
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction, LayerSpec
@@ -786,6 +787,8 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
             for planned in plans:
                 found |= {"split" for p in planned.passes if isinstance(p, Resident) and p.split > 1}
                 found |= {"as memory" for p in planned.passes if isinstance(p, Resident) and p.as_memory}
+                mapped = [q for p in planned.passes if isinstance(q := getattr(p, "of", p), MappedGradient)]
+                found |= {"by rows and maps" if p.is_turned else "by maps behind the mode" for p in mapped}
                 kinds = " ".join(type(p).__name__ for p in planned.passes)
                 found |= {kinds, f"{kinds} in {case.dtype}"} | ({"Wide Wide"} if "Wide Wide" in kinds else set())
                 passes = planned.text().split("\npass ")[1:]
@@ -823,6 +826,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"MonarchKept", "MonarchKept MonarchPairs Reduction"} <= found
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
+    assert {"by rows and maps", "by maps behind the mode"} <= found
     assert {"even block at once", "odd block at once"} <= found
     trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}
     assert {"block in bfloat16", "block in tf32", *trained} <= found

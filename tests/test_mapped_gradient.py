@@ -44,9 +44,9 @@ def right(x: Array, grad: Array, tied: bool) -> Array:
 
 
 # Of what lies behind the mode: slabs that it does not fill, by all numbers of steps, and rows of outer. Of rows:
-# chunks, slabs and tiles that they do not fill, and groups. Both with p's that begin anywhere or by whole sectors in the weight
-# (the latter in 16 bits too, of one block), one warpgroup and three, twice 64 q's, several blocks for a tile, and rings
-# that turn.
+# chunks, slabs and tiles that they do not fill, and groups. Both with p's that begin anywhere or by whole sectors in
+# the weight (the latter in 16 bits too, of one block), one warpgroup and three, twice 64 q's, several blocks for a
+# tile, and rings that turn.
 CASES: list[tuple[Sizes, str, int, int, Tiling]] = [
     ((1, 64, 64, 32, True), "tf32", 40, 1, (1, 1, 64, 1)),
     ((3, 45, 70, 44, True), "tf32", 9, 2, (2, 1, 48, 1)),

@@ -96,7 +96,7 @@ TRAINED = [
     ("kronecker", "4x3 3x5", 5, "float32", 2),
     ("kronecker", "8x5 4x6 96x80 3x7", 4, "tf32 bfloat16", 2),
     ("kronecker", "3 19", 8210, "float16", 3),
-    ("kronecker", "7 227 3", 66, "bfloat16", 2),
+    ("kronecker", "160 32", 70, "tf32", 2),
     ("kronecker", "48x40 40x64", 170, "bfloat16 tf32", 4),
     ("kronecker", "72 96", 66, "bfloat16", 2),
     ("monarch", "4x192 192x4", 320, "tf32", 32),
