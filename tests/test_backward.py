@@ -43,6 +43,7 @@ from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
 from factorlayer.kernels.passes import class_us
+from factorlayer.kernels.product.mapped_gradient import MappedGradient
 from factorlayer.kernels.product.turn import Turn
 from factorlayer.kernels.product.weight_halves import WeightHalves
 from factorlayer.kernels.product.whole_kronecker import KroneckerWeight
@@ -504,7 +505,7 @@ def test_every_part_of_a_layer_has_plans(spec: LayerSpec, dtype: str) -> None:
         found = plan(Chain((c,), gradient=True), dtype, batch, gpu)
         text = read_text(found.text())
         (summing, *adding), made = text.passes, found.passes[0]
-        assert isinstance(made, Gradient | WideGradient)
+        assert isinstance(made, Gradient | WideGradient | MappedGradient)
         buffers = [(p.read, p.written) for p in text.passes]
         assert buffers == [("x", "s2"), ("s2", "y")] if adding else buffers == [("x", "y")] and made.most == 1
         assert text.chunk == 0 and text.scratch[:2] == (0, 0)

@@ -321,7 +321,7 @@ def test_a_weight_that_several_blocks_would_share_has_a_pass_of_its_own(
 
 @pytest.mark.parametrize(
     ("sizes", "rank", "dtype", "together"),
-    [((24, 65, 4, 5), 3, "float16", True), ((8, 8, 32), 3, "float64", True), ((107, 20, 24), 3, "float16", False)],
+    [((24, 65, 4, 5), 3, "float16", True), ((8, 8, 32), 3, "float64", True), ((107, 21, 23), 3, "float16", False)],
     ids=str,
 )
 def test_the_visit_of_x_has_all_terms_where_there_is_room(
@@ -370,10 +370,8 @@ def test_terms_by_themselves_have_to_make_the_gradient_of_x_as_well(sizes: tuple
 
 def test_few_samples_are_asked_of_by_themselves() -> None:
     """What many have no plan for, as their work is less a contraction at a time, may have one for few."""
-    chain = dataclasses.replace(
-        all_gradients_of(dataclasses.replace(kronecker((100, 200, 24), (100, 200, 24)), rank=3)), tf32=True
-    )
-    worth = [are_worth_it(chain, "tf32", batch, Gpu.of(90)) for batch in BATCHES]
+    chain = all_gradients_of(dataclasses.replace(kronecker((60, 200, 24), (60, 200, 24)), rank=3))
+    worth = [are_worth_it(chain, "float32", batch, Gpu.of(90)) for batch in BATCHES]
     assert worth == [batch <= FEW for batch in BATCHES]
     assert planner.has_plan(chain.text, "float32", 90, 132, 232448, batch_class=0)
     assert not planner.has_plan(chain.text, "float32", 90, 132, 232448)

@@ -33,7 +33,7 @@ LEAST_CHUNKS = (1, 2, 4, 8, 16)  # that are worth a block
 # sectors, and where one has less than a slab
 ROW_NS, WITHIN_SECTORS, SHORT = 1.31, 1.48, 1.23
 STORE_RATE = 200e3  # bytes of sums that a block stores in a microsecond
-START_US, TILE_US = 1.0, 0.2  # of a pass beside what it does, and of a tile
+TILE_US = 0.2  # of a tile, beside what it does
 BESIDE, ALONE = 0.7, 1.1  # of memory's time what is beside that of multiprocessors, and what it takes at least
 
 
@@ -222,4 +222,4 @@ def _time(plan: MappedGradient, batch: int) -> float:
     memory = size * rows * (c.p + c.q) * c.inner * plan.groups * plan.states.terms / (gpu.memory_bytes * gpu.sms)
     sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
     summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
-    return START_US + max(busy + BESIDE * memory, ALONE * memory) + summed
+    return gpu.rates.behind_us + max(busy + BESIDE * memory, ALONE * memory) + summed
