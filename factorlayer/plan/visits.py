@@ -174,9 +174,12 @@ def _or_apart(visit: tuple[Any, ...], work: Work, places: Places, batch: int, gp
     least = passes * gpu.rates.behind_us + batch * least_of_sample(work, moved, passes, gpu)
     if visit and least >= _us(visit):
         return visit
+    by_one_block = any(p.parts == 1 for p in visit)
+    if by_one_block and not (gpu.wgmma and work.dtype in MAPPED_GRADIENT.takes.dtypes):
+        return visit
     gradient = _of_one_weight(work.unnumbered, places.terms_x, places.terms_g, batch, gpu)
     by_maps = gradient is not None and family_of(gradient) is MAPPED_GRADIENT
-    if gradient is None or (not by_maps and any(p.parts == 1 for p in visit)):
+    if gradient is None or (by_one_block and not by_maps):
         return visit
     product = _tiled(RESIDENT, _back_through(work, places.terms_g), batch, gpu) if places.y else None
     if places.y and product is None:

@@ -10,12 +10,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import fastest, tensor_map
+from factorlayer.kernels.passes import Pass, fastest, tensor_map
 from factorlayer.kernels.product.streamed import SECTOR, ByWarpgroups, Product
 from factorlayer.kernels.work import round_up
 
@@ -44,8 +45,36 @@ STORED, STORED_IN_TURNS = {16: 37e3, 8: 25e3}, 32e3
 BESIDE = 0.1  # of the shorter one of what multiprocessors and what memory takes
 
 
+class ByMaps(Pass):
+    """What passes have in common that read tensors by maps: tiles of 64 x `parts` rows for each of `consumers`
+    warpgroups, and slots of what one thread asks for."""
+
+    gpu: Gpu
+    consumers: Any
+    parts: Any
+    slot_bytes: Any
+
+    @property
+    def threads(self) -> int:
+        return int(128 * self.consumers + PRODUCERS)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return int(64 * self.consumers * self.parts)
+
+    @kept
+    def slots(self) -> int:
+        return int(min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16)))
+
+    @kept
+    def shared(self) -> int:
+        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
+        return int(self.slots * (self.slot_bytes + 16) + 1024)
+
+
 @dataclass(frozen=True)
-class Mapped(ByWarpgroups):
+class Mapped(ByMaps, ByWarpgroups):
     """A pass, tiled: products of 64 x `consumers` x `parts` by n for `held` groups, by clusters of `across` blocks that
     share rows of x, or `down` that share columns. `us` is the time predicted."""
 
@@ -58,14 +87,6 @@ class Mapped(ByWarpgroups):
     across: int = 1
     down: int = 1
     us: float = 0.0
-
-    @property
-    def threads(self) -> int:
-        return 128 * self.consumers + PRODUCERS
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.consumers * self.parts
 
     @property
     def cluster(self) -> int:
@@ -96,15 +117,6 @@ class Mapped(ByWarpgroups):
     @property
     def slot_bytes(self) -> int:
         return 128 * (self.rows + self.n)
-
-    @kept
-    def slots(self) -> int:
-        return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
-
-    @kept
-    def shared(self) -> int:
-        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
-        return self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def tiles(self) -> int:

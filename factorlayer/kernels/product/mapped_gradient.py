@@ -16,14 +16,12 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import NO_SUM, SUM_BYTES, States, TileSums, reduction_us
 from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
-from factorlayer.kernels.product.mapped import CYCLES, REGISTERS
+from factorlayer.kernels.product.mapped import CYCLES, LEAST_SLOTS, REGISTERS, ByMaps
 from factorlayer.kernels.product.streamed import SECTOR
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.spec import Contraction
 
 DTYPES = ("tf32", "bfloat16", "float16")
-PRODUCERS = 128  # threads beside the consumers, of which one asks for what is copied
-MOST_SLOTS, LEAST_SLOTS = 8, 3
 SHAPES = (1, 1), (2, 1), (3, 1), (1, 2), (2, 2)  # warpgroups of consumers, and times 64 q's that each has
 MOST_SUMS = {1: 192, 2: 176, 3: 96}  # registers of a thread's sums, by warpgroups of consumers
 LEAST_FEATURES, LEAST_SUMMED = 32, 64  # of the larger side of a weight that is worth a tile of 64, and summed over
@@ -38,7 +36,7 @@ BESIDE, ALONE = 0.7, 1.1  # of memory's time what is beside that of multiprocess
 
 
 @dataclass(frozen=True)
-class MappedGradient(TileSums):
+class MappedGradient(ByMaps, TileSums):
     """A pass, tiled: `consumers` warpgroups with 64 x `parts` q's and n p's each, and a block for at least `least`
     chunks, where there are enough. `us` is the time predicted."""
 
@@ -63,15 +61,6 @@ class MappedGradient(TileSums):
         return self.contraction.inner == 1
 
     @property
-    def threads(self) -> int:
-        return 128 * self.consumers + PRODUCERS
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.consumers * self.parts
-
-    @property
     def sums(self) -> int:
         """Registers of a thread for sums."""
         return self.parts * self.n // 2
@@ -89,15 +78,6 @@ class MappedGradient(TileSums):
     @property
     def slot_bytes(self) -> int:
         return 128 * self.brought
-
-    @kept
-    def slots(self) -> int:
-        return min(MOST_SLOTS, (self.gpu.shared - 1024) // (self.slot_bytes + 16))
-
-    @property
-    def shared(self) -> int:
-        """Bytes of a block, with what it takes to begin at a multiple of 1024."""
-        return self.slots * (self.slot_bytes + 16) + 1024
 
     @property
     def staged_bytes(self) -> int:
