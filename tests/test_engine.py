@@ -827,6 +827,8 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     assert {"Gradient Reduction", "Few Few", "FewPass FewPass FewPass"} <= found
     assert {"WideGradient Reduction in bfloat16", "WideGradient Reduction in float32"} <= found
     assert {"by rows and maps", "by maps behind the mode"} <= found
+    assert any("MappedColumns Resident" in kinds for kinds in found)
+    assert any("MappedColumns ChainBackward" in kinds for kinds in found)
     assert {"even block at once", "odd block at once"} <= found
     trained = {f"block in {dtype}, trained" for dtype in ("bfloat16", "float16", "tf32")}
     assert {"block in bfloat16", "block in tf32", *trained} <= found

@@ -27,7 +27,7 @@ from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import PASS_WEIGHT
 from factorlayer.plan.registry import family_of
 from factorlayer.plan.registry.family import Family, fastest, ways
-from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, RESIDENT
+from factorlayer.plan.registry.kronecker import CHAIN_BACKWARD, OF_FACTORS, OF_ONE_FACTOR, OF_STATES
 from factorlayer.plan.registry.product import MAPPED_GRADIENT, OF_TURN, OF_WEIGHT
 from factorlayer.plan.works import least_of_sample
 
@@ -110,7 +110,7 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
     sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
     forward: list[Pass] = []
     for number, work in enumerate(works[:-1]):
-        found = _tiled(RESIDENT, work, batch, gpu)
+        found = _of_states(work, batch, gpu)
         if found is None:
             return None
         forward.append(replace(found, takes=STATES[number - 1] if number else "x", gives=STATES[number]))
@@ -181,7 +181,7 @@ def _or_apart(visit: tuple[Any, ...], work: Work, places: Places, batch: int, gp
     by_maps = gradient is not None and family_of(gradient) is MAPPED_GRADIENT
     if gradient is None or (by_one_block and not by_maps):
         return visit
-    product = _tiled(RESIDENT, _back_through(work, places.terms_g), batch, gpu) if places.y else None
+    product = _of_states(_back_through(work, places.terms_g), batch, gpu) if places.y else None
     if places.y and product is None:
         return visit
     made = cast(Pass, OfVisit(gradient, places.x, places.g, places.begin, places.grad))
@@ -221,7 +221,7 @@ def _back_to_x(work: Work, rank: int, places: Places, batch: int, gpu: Gpu) -> t
     of_weights = replace(places, y="")
     visit = _or_apart(_at_once(alone, of_weights, "x", batch, gpu), alone, of_weights, batch, gpu)
     back = _back_through(replace(work, rank=rank, terms=1), places.terms_g)
-    summed = _tiled(RESIDENT, back, batch, gpu) if visit and not work.inputs else None
+    summed = _of_states(back, batch, gpu) if visit and not work.inputs else None
     if visit and summed:
         summed = replace(summed, takes=places.g or f"@{places.grad}", gives="y")
         ways.append((*visit, summed))
@@ -291,6 +291,11 @@ def _term_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> fl
 
 def _us(passes: Iterable[Pass]) -> float:
     return sum(p.us for p in passes)
+
+
+def _of_states(work: Work, batch: int, gpu: Gpu) -> Any:
+    """The fastest pass that does a work and may read and write any buffer; None where there is none."""
+    return next(iter(fastest(OF_STATES, work, batch, gpu)), None)
 
 
 def _tiled(family: Family, *asked: Any) -> Any:

@@ -27,7 +27,7 @@ from factorlayer.kernels.kronecker import (
     triple,
     warpgroups,
 )
-from factorlayer.kernels.product import single_backward
+from factorlayer.kernels.product import mapped_columns, single_backward
 from factorlayer.kernels.resident import Resident
 from factorlayer.plan.registry.family import ANY, FEW, FLOATS, HALVES, MANY, Family, Takes
 
@@ -40,6 +40,20 @@ RESIDENT = Family(
     (Resident,),
     "resident",
     Takes(sums=True, inputs=True, slopes=True),
+)
+MAPPED_COLUMNS = Family(
+    "One large factor by columns, of tensors that maps describe",
+    mapped_columns.tile,
+    (mapped_columns.MappedColumns,),
+    "wide",
+    Takes(
+        mapped_columns.DTYPES,
+        ("wgmma",),
+        (1, 1),
+        (mapped_columns.LEAST, mapped_columns.MOST),
+        sums=True,
+        more="whole 16 bytes behind the mode",
+    ),
 )
 SMALL_FLOAT = Family(
     "Four or five square factors of 4 or 8 in float",
@@ -90,7 +104,8 @@ PAIR = Family(
         more="of the last two q's of 24 to 128; sums and inputs of two factors",
     ),
 )
-OF_WORK = (RESIDENT, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
+OF_STATES = (RESIDENT, MAPPED_COLUMNS)  # which read and write any buffer
+OF_WORK = (*OF_STATES, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 
 # All gradients of contractions, at one visit: tile(contraction, dtype, batch, gpu) of one tied factor
 
