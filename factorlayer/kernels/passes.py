@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.device.kept import kept
 from factorlayer.kernels.batches import samples_of_class
 
 MOST_BLOCKS = 65535  # along y of a grid
@@ -110,7 +111,7 @@ class Pass:
         words = self.title or in_words(type(self)).replace(" backward", ", backward")
         return f"{words}: {self.details}, {self.shared} bytes of shared memory"
 
-    @property
+    @kept
     def size(self) -> int:
         """Bytes of an element."""
         return ELEMENT_BYTES[self.dtype]
