@@ -73,7 +73,7 @@ class Learned:
     count: int  # tiles of a warp
     share: int  # warps with different ones
 
-    @property
+    @kept
     def sums(self) -> int:
         """Sums of a thread."""
         return 4 * self.mt * self.nt * self.count
@@ -255,7 +255,7 @@ class ChainBackward(BlockSums):
         found.append(_bytes(self.back[-1], self.learned[-1].reach_q, True))
         return tuple(found)
 
-    @property
+    @kept
     def slot_bytes(self) -> int:
         return self.state_bytes[0] + self.gradients * self.state_bytes[-1]
 
@@ -269,20 +269,20 @@ class ChainBackward(BlockSums):
         """Bytes of each S between x and grad_y. What the last contraction back reads is there for each term."""
         return tuple(n * (1 if i else self.work.rank) for i, n in enumerate(self.state_bytes[1:-1]))
 
-    @property
+    @kept
     def group_bytes(self) -> int:
         return self.slots * self.slot_bytes + sum(self.between)
 
-    @property
+    @kept
     def stages(self) -> tuple[Stage, ...]:
         """The stages that its kernel makes, forward and back."""
         return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
 
-    @property
+    @kept
     def weight_bytes(self) -> int:
         return round_up(self.work.rank * sum(stage.weight_bytes for stage in self.stages), 128)
 
-    @property
+    @kept
     def barrier_bytes(self) -> int:
         """Scales of weights, for each step."""
         scaled = any(is_scaled(self.dtype, mode) for mode in self.modes)

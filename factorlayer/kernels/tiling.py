@@ -501,7 +501,7 @@ def _tiles_by_time(
             -(-m // (16 * mt)) * tiles_across(q, inner, rows, nt),
         )
         for mt, nt in TILES
-        # More than half of others would be padding.
-        if (mt == 1 or 8 * mt < m) and (nt == 1 or 4 * nt < n)
+        # More than half of others would be padding, or they have more sums than any stage may have.
+        if (mt == 1 or 8 * mt < m) and (nt == 1 or 4 * nt < n) and mt * nt * SUM_REGISTERS[dtype] <= MOST_TILES[0]
     ]
     return tuple(sorted(found, key=lambda tile: tile.us))
