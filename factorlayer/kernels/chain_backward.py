@@ -607,9 +607,7 @@ def _stages(
     return tuple(forward), tuple(back)
 
 
-def _learned(
-    work: Work, chunk: int, units: int, warps: int, parts: int, gpu: Gpu
-) -> list[tuple[Learned, ...]]:
+def _learned(work: Work, chunk: int, units: int, warps: int, parts: int, gpu: Gpu) -> list[tuple[Learned, ...]]:
     """The fastest tiles for each weight whose sums are together at most some of MOST_SUMS of a thread: large weights
     first get what they need at least."""
     ways = []

@@ -472,7 +472,7 @@ def stage_for(
     """The warp tile that moves and multiplies least, or threads if they may; `once`: each warp has at most one tile."""
     most_tiles = warps if once else math.inf
     tiles = _tiles_by_time(p, q, inner, rows, dtype, warps, gpu)
-    best = next((tile for tile in tiles if tile.sums <= most and tile.count <= most_tiles), None)
+    best = next((tile for tile in tiles if tile.sums <= most and tile.tiles <= most_tiles), None)
     if by_threads and (best is None or stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu) < best.us):
         return Stage(p, q, inner, rows, 0, 0, dtype, source=source)
     return Stage(p, q, inner, rows, best.mt, best.nt, dtype, source=source) if best else None
@@ -483,13 +483,11 @@ class WarpTile(NamedTuple):
     mt: int
     nt: int
     sums: int  # as what bounds them counts them
-    count: int  # of all warps
+    tiles: int  # of all warps
 
 
 @functools.lru_cache(1 << 14)
-def _tiles_by_time(
-    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu
-) -> tuple[WarpTile, ...]:
+def _tiles_by_time(p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu) -> tuple[WarpTile, ...]:
     """The warp tiles of a stage, the fastest first."""
     m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
     found = [

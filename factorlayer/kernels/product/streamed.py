@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
@@ -485,7 +485,7 @@ def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 
 def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[Streamed]:
     """For each of some numbers of samples the tilings that read least, of blocks that fit; those of several once."""
-    fitting: dict[tuple[int, ...], bool] = {}
+    fitting: dict[tuple[Any, ...], bool] = {}
     for batch in batches:
         count = 0
         for numbers in _that_read_least(product, batch, gpu):
@@ -499,7 +499,7 @@ def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[S
                 break
 
 
-def _that_read_least(product: Product, batch: int, gpu: Gpu) -> Iterator[tuple[int, ...]]:
+def _that_read_least(product: Product, batch: int, gpu: Gpu) -> Iterator[tuple[Any, ...]]:
     """The numbers of tilings, of those that read least first."""
     c = product.contraction
     rows = batch * product.outer
