@@ -470,9 +470,13 @@ def stage_for(
     source: Source = "other",
 ) -> Stage | None:
     """The warp tile that moves and multiplies least, or threads if they may; `once`: each warp has at most one tile."""
-    most_tiles = warps if once else math.inf
-    tiles = _tiles_by_time(p, q, inner, rows, dtype, warps, gpu)
-    best = next((tile for tile in tiles if tile.sums <= most and tile.tiles <= most_tiles), None)
+    m = rows if inner == 1 else q
+    fits = (
+        tile
+        for tile in _tiles_by_time(p, q, inner, rows, dtype, warps, gpu)
+        if tile.sums <= most and not (once and -(-m // (16 * tile.mt)) * tiles_across(q, inner, rows, tile.nt) > warps)
+    )
+    best = next(fits, None)
     if by_threads and (best is None or stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu) < best.us):
         return Stage(p, q, inner, rows, 0, 0, dtype, source=source)
     return Stage(p, q, inner, rows, best.mt, best.nt, dtype, source=source) if best else None
@@ -483,7 +487,6 @@ class WarpTile(NamedTuple):
     mt: int
     nt: int
     sums: int  # as what bounds them counts them
-    tiles: int  # of all warps
 
 
 @functools.lru_cache(1 << 14)
@@ -496,7 +499,6 @@ def _tiles_by_time(p: int, q: int, inner: int, rows: int, dtype: str, warps: int
             mt,
             nt,
             mt * nt * SUM_REGISTERS[dtype],
-            -(-m // (16 * mt)) * tiles_across(q, inner, rows, nt),
         )
         for mt, nt in TILES
         # More than half of others would be padding, or they have more sums than any stage may have.

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import MOST_ASKED, Long, Told, ask_for, constants, kinds
@@ -468,6 +468,9 @@ class Streamed(Pass):
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
+Numbers = tuple[int, int, int, int, int, int, int, int, int]  # of a Streamed, from mt to registers
+
+
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The fastest tiling by prediction for a class of batches."""
     unnumbered = replace(product, contraction=replace(product.contraction, weight=0), scalars=0)
@@ -485,7 +488,7 @@ def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 
 def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[Streamed]:
     """For each of some numbers of samples the tilings that read least, of blocks that fit; those of several once."""
-    fitting: dict[tuple[Any, ...], bool] = {}
+    fitting: dict[Numbers, bool] = {}
     for batch in batches:
         count = 0
         for numbers in _that_read_least(product, batch, gpu):
@@ -499,7 +502,7 @@ def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[S
                 break
 
 
-def _that_read_least(product: Product, batch: int, gpu: Gpu) -> Iterator[tuple[Any, ...]]:
+def _that_read_least(product: Product, batch: int, gpu: Gpu) -> Iterator[Numbers]:
     """The numbers of tilings, of those that read least first."""
     c = product.contraction
     rows = batch * product.outer
