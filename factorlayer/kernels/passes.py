@@ -328,9 +328,13 @@ def fastest(plans: Iterable[Tiled], batch: int, behind: Callable[[Tiled], float]
     planned for are not looked at further."""
     timed = [(plan.us_of(batch) + behind(plan), plan) for plan in plans]
     most = FAR * min((us for us, _ in timed), default=0.0)
-    near = [plan for us, plan in timed if us <= most]
     batches = samples_of_class(batch)
-    return min(near, key=lambda plan: math.prod(plan.us_of(each) + behind(plan) for each in batches), default=None)
+
+    def together(us: float, plan: Tiled) -> float:
+        return math.prod(us if each == batch else plan.us_of(each) + behind(plan) for each in batches)
+
+    near = [(together(us, plan), plan) for us, plan in timed if us <= most]
+    return min(near, key=lambda each: each[0])[1] if near else None
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:
