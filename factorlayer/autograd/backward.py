@@ -597,14 +597,16 @@ def visits(
     chain = Chain.parse(text)
     steps, made, at = chain.contractions, [], 0
     learns = [bool(wanted >> (c.weight + 2) & 1) for c in steps]
+
+    def has_one(at: int, end: int) -> bool:
+        if not _are_neighbours(steps[at:end]):
+            return False
+        return not learns[at] or few or fits(replace(_part(chain, steps[at:end]), backward=True))
+
     while at < len(steps):
-        end = at + 1
-        for longer in range(at + 2, len(steps) + 1):
-            if learns[longer - 1] != learns[at]:
-                break
-            part = _part(chain, steps[at:longer])
-            if _are_neighbours(steps[at:longer]) and (not learns[at] or few or fits(replace(part, backward=True))):
-                end = longer
+        longest = next((i for i in range(at + 1, len(steps)) if learns[i] != learns[at]), len(steps))
+        # From the longest on, as a kernel for all answers for shorter ones as well.
+        end = next((end for end in range(longest, at + 1, -1) if has_one(at, end)), at + 1)
         returns = bool(wanted & 1) or any(learns[:at])
         weights = tuple(sorted(c.weight for c in steps[at:end]))
         part = _part(chain, steps[at:end])
@@ -649,9 +651,11 @@ def _by_slabs(made: list[Visit], fits: Callable[[Chain], bool]) -> list[Visit]:
 def _only_visit(text: str, wanted: int, fits: Callable[[Chain], bool], few: bool = False) -> str | None:
     """The text that makes all gradients, if it is all that has to run; it includes the bias's gradient, if one kernel
     makes that too."""
-    chain, planned = Chain.parse(text), visits(text, wanted, fits, few=few)
-    whole = chain.rank == 1 and chain.activation == "identity" and len(planned) == 1
-    if not whole or not planned[0].at_once:
+    chain = Chain.parse(text)
+    if chain.rank > 1 or chain.activation != "identity":
+        return None
+    planned = visits(text, wanted, fits, few=few)
+    if len(planned) > 1 or not planned[0].at_once:
         return None
     with_bias = replace(planned[0].visited, bias=True)
     return with_bias.text if wanted & 2 and not few and fits(with_bias) else planned[0].gradient

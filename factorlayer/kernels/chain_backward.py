@@ -73,7 +73,7 @@ class Learned:
     count: int  # tiles of a warp
     share: int  # warps with different ones
 
-    @property
+    @kept
     def sums(self) -> int:
         """Sums of a thread."""
         return 4 * self.mt * self.nt * self.count
@@ -255,7 +255,7 @@ class ChainBackward(BlockSums):
         found.append(_bytes(self.back[-1], self.learned[-1].reach_q, True))
         return tuple(found)
 
-    @property
+    @kept
     def slot_bytes(self) -> int:
         return self.state_bytes[0] + self.gradients * self.state_bytes[-1]
 
@@ -269,20 +269,20 @@ class ChainBackward(BlockSums):
         """Bytes of each S between x and grad_y. What the last contraction back reads is there for each term."""
         return tuple(n * (1 if i else self.work.rank) for i, n in enumerate(self.state_bytes[1:-1]))
 
-    @property
+    @kept
     def group_bytes(self) -> int:
         return self.slots * self.slot_bytes + sum(self.between)
 
-    @property
+    @kept
     def stages(self) -> tuple[Stage, ...]:
         """The stages that its kernel makes, forward and back."""
         return (*self.forward[:-1], *(self.back if self.places.y else self.back[1:]))
 
-    @property
+    @kept
     def weight_bytes(self) -> int:
         return round_up(self.work.rank * sum(stage.weight_bytes for stage in self.stages), 128)
 
-    @property
+    @kept
     def barrier_bytes(self) -> int:
         """Scales of weights, for each step."""
         scaled = any(is_scaled(self.dtype, mode) for mode in self.modes)
@@ -473,20 +473,16 @@ def _of_parts(work: Work, places: Places, parts: int, batch: int, gpu: Gpu, fast
             continue
         if parts > 1 and work.steps[0][1].p < 16 * parts:
             continue
+        every_learned = _learned(work, chunk, units, warps, parts, gpu)
         largest = math.inf
-        for most in (16, 8, 4):
+        for most in (16, 8, 4) if every_learned else ():
             if largest <= most:  # fewer tiles leave what was found before as it is
                 continue
             both = _stages(work, chunk, units, warps, most, parts, gpu)
             if both is None:
                 break
             largest = max(stage.sums for stage in (*both[0], *both[1]))
-            seen = set()
-            for most_sums in MOST_SUMS:
-                learned = _learned(work, chunk, units, warps, most_sums // work.rank, parts, gpu)
-                if learned is None or learned in seen:
-                    continue
-                seen.add(learned)
+            for learned in every_learned:
                 yield from _grouped(work, places, both, learned, chunk, units, warps, parts, total, batch, gpu, fastest)
 
 
@@ -590,7 +586,6 @@ def temporary(d: Learned, dtype: str) -> int:
     return words * 4 * d.mt * d.nt + (4 * d.mt + 2 * d.nt) * (2 if words > 1 else 1)
 
 
-@functools.lru_cache(512)
 def _stages(
     work: Work, chunk: int, units: int, warps: int, most: int, parts: int, gpu: Gpu
 ) -> tuple[tuple[Stage, ...], tuple[Stage, ...]] | None:
@@ -612,17 +607,15 @@ def _stages(
     return tuple(forward), tuple(back)
 
 
-@functools.lru_cache(512)
-def _learned(
-    work: Work, chunk: int, units: int, warps: int, most: int, parts: int, gpu: Gpu
-) -> tuple[Learned, ...] | None:
-    """The fastest tiles for each weight whose sums are together at most `most` of a thread: large weights first get
-    what they need at least."""
+def _learned(work: Work, chunk: int, units: int, warps: int, parts: int, gpu: Gpu) -> list[tuple[Learned, ...]]:
+    """The fastest tiles for each weight whose sums are together at most some of MOST_SUMS of a thread: large weights
+    first get what they need at least."""
     ways = []
     for (at, mode), sizes in zip(work.steps, work.states, strict=False):
         rows, inner = units * math.prod(sizes[:at]), math.prod(sizes[at + 1 :]) * chunk
         ways.append(ways_of(mode.p, mode.q, inner, rows, warps, parts, work.dtype, gpu))
-    return fitting(ways, most)
+    found = (fitting(ways, most // work.rank) for most in MOST_SUMS)
+    return list(dict.fromkeys(learned for learned in found if learned))
 
 
 def fitting(ways: Sequence[Sequence[Learned]], most: int) -> tuple[Learned, ...] | None:

@@ -117,11 +117,11 @@ class TileSums(InTiles):
     def outputs(self, batch: int) -> tuple[int, ...]:
         return (self.weights * ELEMENT_BYTES[self.dtype] if self.is_whole else 0,)
 
-    @property
+    @kept
     def weights(self) -> int:
         return int(self.states.terms * self.contraction.weight_size) + (self.contraction.q if self.bias else 0)
 
-    @property
+    @kept
     def is_whole(self) -> bool:
         """Whether its blocks write gradients: a tile never has several."""
         return self._sums_of_blocks == 1 and not self.stays
@@ -192,11 +192,11 @@ class Gradient(TileSums):
     stays: bool = False
     states: States = NO_SUM
 
-    @property
+    @kept
     def bm(self) -> int:
         return 16 * self.mt * self.wm
 
-    @property
+    @kept
     def bn(self) -> int:
         return 8 * self.nt * self.wn
 
@@ -206,7 +206,7 @@ class Gradient(TileSums):
         c = self.contraction
         return math.gcd(16 // self.size, *((c.p, c.q) if c.inner == 1 else (c.inner,)))
 
-    @property
+    @kept
     def threads(self) -> int:
         return 32 * self.wm * self.wn * self.wg
 
@@ -228,7 +228,7 @@ class Gradient(TileSums):
         fit = (self.gpu.shared + 1024) // (self.shared + 1024)
         return max(1, min(65536 // (self.threads * self.registers), fit, 8))
 
-    @property
+    @kept
     def rows(self) -> int:
         """Rows of a sample."""
         return self.contraction.outer if self.contraction.tied else 1
@@ -245,17 +245,32 @@ class Gradient(TileSums):
         c = self.contraction
         return min(1 << (c.inner - 1).bit_length(), self.bk) if c.tied else 1
 
-    @property
+    @kept
     def units_per_sample(self) -> int:
         c = self.contraction
         return self.rows * (-(-c.inner // self._inner_here) if c.tied else 1)
 
-    @property
+    @kept
     def units_per_block(self) -> int:
         return LEAST_CHUNKS * (self.bk // self._inner_here)
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
+        chunks = -(-batch * self.units_per_sample * LEAST_CHUNKS // self.units_per_block)
+        blocks = min(-(-chunks // LEAST_CHUNKS), self.most) * self.tiles
+        each = -(-blocks // (self.gpu.sms * self.blocks)) * self.blocks * -(-chunks * self.tiles // blocks)
+        parts = min(blocks // self.tiles, self.most) * self.weights * SUM_BYTES[self.dtype]
+        return 4.2 + each * self._chunk_us + (0.0 if self.is_whole else 2 * parts / (self.gpu.l2_bytes * self.gpu.sms))
+
+    @kept
+    def _chunk_us(self) -> float:
+        gpu, warps = self.gpu, self.threads / 32
+        states = self.wg * self.bk * (self.bm + self.bn)
+        stores = states / (32 * (self.run if self.contraction.inner == 1 else 1))
+        products = self.wg * self.bm * self.bn * self.bk / (0.6 * gpu.flops[self.dtype])
+        loads = warps * self.bk * (2 * self.mt + self.nt) / 8 if self.size > 2 else states * self.mt / 128
+        issue = (self.runs * 24 * self.threads / 32 + stores + loads + 40 * warps) / gpu.instructions
+        return max(products, issue, states * self.size / gpu.memory_bytes) + 0.05
 
     @property
     def details(self) -> str:
@@ -513,19 +528,3 @@ def _tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States) -
                 needed = registers + plan.runs * (plan.run * size // 4 + PLACE_REGISTERS)
                 if needed <= 255 and plan.threads * needed <= 65536:
                     yield replace(plan, registers=needed)
-
-
-def _time(plan: Gradient, batch: int) -> float:
-    """Microseconds: what a multiprocessor reads and multiplies for its chunks, then the sums of all."""
-    c, gpu = plan.contraction, plan.gpu
-    chunks = -(-batch * plan.units_per_sample * LEAST_CHUNKS // plan.units_per_block)
-    blocks = min(-(-chunks // LEAST_CHUNKS), plan.most) * plan.tiles
-    each = -(-blocks // (gpu.sms * plan.blocks)) * plan.blocks * -(-chunks * plan.tiles // blocks)
-    states = plan.wg * plan.bk * (plan.bm + plan.bn)
-    stores = states / (32 * (plan.run if c.inner == 1 else 1))
-    products = plan.wg * plan.bm * plan.bn * plan.bk / (0.6 * gpu.flops[plan.dtype])
-    loads = plan.threads / 32 * plan.bk * (2 * plan.mt + plan.nt) / 8 if plan.size > 2 else states * plan.mt / 128
-    issue = (plan.runs * 24 * plan.threads / 32 + stores + loads + 40 * plan.threads / 32) / gpu.instructions
-    chunk_us = max(products, issue, states * plan.size / gpu.memory_bytes) + 0.05
-    parts = min(blocks // plan.tiles, plan.most) * plan.weights * SUM_BYTES[plan.dtype]
-    return 4.2 + each * chunk_us + (0.0 if plan.is_whole else 2 * parts / (gpu.l2_bytes * gpu.sms))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
+from factorlayer.device.kept import kept
 from factorlayer.kernels.batches import samples_of_class
 
 MOST_BLOCKS = 65535  # along y of a grid
@@ -110,7 +111,7 @@ class Pass:
         words = self.title or in_words(type(self)).replace(" backward", ", backward")
         return f"{words}: {self.details}, {self.shared} bytes of shared memory"
 
-    @property
+    @kept
     def size(self) -> int:
         """Bytes of an element."""
         return ELEMENT_BYTES[self.dtype]
@@ -327,9 +328,13 @@ def fastest(plans: Iterable[Tiled], batch: int, behind: Callable[[Tiled], float]
     planned for are not looked at further."""
     timed = [(plan.us_of(batch) + behind(plan), plan) for plan in plans]
     most = FAR * min((us for us, _ in timed), default=0.0)
-    near = [plan for us, plan in timed if us <= most]
     batches = samples_of_class(batch)
-    return min(near, key=lambda plan: math.prod(plan.us_of(each) + behind(plan) for each in batches), default=None)
+
+    def together(us: float, plan: Tiled) -> float:
+        return math.prod(us if each == batch else plan.us_of(each) + behind(plan) for each in batches)
+
+    near = [(together(us, plan), plan) for us, plan in timed if us <= most]
+    return min(near, key=lambda each: each[0])[1] if near else None
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:

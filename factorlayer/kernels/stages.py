@@ -253,7 +253,7 @@ def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:
 
 
 def _down(padded: int, nt: int) -> int:
-    return max(1, 8 * nt // padded) if 8 * nt % padded == 0 else 1
+    return 8 * nt // padded if 8 * nt % padded == 0 else 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -470,20 +470,38 @@ def stage_for(
     source: Source = "other",
 ) -> Stage | None:
     """The warp tile that moves and multiplies least, or threads if they may; `once`: each warp has at most one tile."""
+    m = rows if inner == 1 else q
+    fits = (
+        tile
+        for tile in _tiles_by_time(p, q, inner, rows, dtype, warps, gpu)
+        if tile.sums <= most and not (once and -(-m // (16 * tile.mt)) * tiles_across(q, inner, rows, tile.nt) > warps)
+    )
+    best = next(fits, None)
+    if by_threads and (best is None or stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu) < best.us):
+        return Stage(p, q, inner, rows, 0, 0, dtype, source=source)
+    return Stage(p, q, inner, rows, best.mt, best.nt, dtype, source=source) if best else None
+
+
+class WarpTile(NamedTuple):
+    us: float  # of a stage by such tiles, were it alone
+    mt: int
+    nt: int
+    sums: int  # as what bounds them counts them
+
+
+@functools.lru_cache(1 << 14)
+def _tiles_by_time(p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu) -> tuple[WarpTile, ...]:
+    """The warp tiles of a stage, the fastest first."""
     m, n = (rows, q) if inner == 1 else (q, rows * round_up(inner, 8))
-    best = None
-    for mt, nt in TILES:
-        if mt * nt * SUM_REGISTERS[dtype] > most:
-            continue
-        if (mt > 1 and 8 * mt >= m) or (nt > 1 and 4 * nt >= n):
-            continue  # more than half of it would be padding
-        if once and -(-m // (16 * mt)) * tiles_across(q, inner, rows, nt) > warps:
-            continue
-        time = stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu)
-        if best is None or time < best[0]:
-            best = (time, mt, nt)
-    if by_threads:
-        time = stage_us(p, q, inner, rows, 0, 0, dtype, warps, gpu)
-        if best is None or time < best[0]:
-            best = (time, 0, 0)
-    return Stage(p, q, inner, rows, best[1], best[2], dtype, source=source) if best else None
+    found = [
+        WarpTile(
+            stage_us(p, q, inner, rows, mt, nt, dtype, warps, gpu),
+            mt,
+            nt,
+            mt * nt * SUM_REGISTERS[dtype],
+        )
+        for mt, nt in TILES
+        # More than half of others would be padding, or they have more sums than any stage may have.
+        if (mt == 1 or 8 * mt < m) and (nt == 1 or 4 * nt < n) and mt * nt * SUM_REGISTERS[dtype] <= MOST_TILES[0]
+    ]
+    return tuple(sorted(found, key=lambda tile: tile.us))

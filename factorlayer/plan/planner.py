@@ -7,10 +7,12 @@ goes back. stacks.py plans for several layers at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -170,6 +172,20 @@ def runs_of(stack: str, dtype: str, gpu: Gpu, batch_class: int, backward: bool =
     return best[0][1]
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's collector waits: planning makes objects by the hundred thousand and no cycles of them, and so many would
+    have it look through all objects of the program, PyTorch's among them, which takes up to a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def plan_of(text: str, dtype: str, batch_class: int, gpu: Gpu) -> Plan:
     if is_recurrent(text):
         return plan_recurrent(text, dtype, BATCHES[batch_class], gpu)

@@ -270,23 +270,28 @@ def _term_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> fl
             if order[-1] - order[0] >= len(order):
                 continue
             part = Chain(tuple(replace(c, weight=order.index(c.weight)) for c in steps[begin:end]), tf32=chain.tf32)
-            if end == begin + 1:
-                (c,) = part.contractions
-                us = _us(fastest(OF_WEIGHT, c, dtype, batch, gpu))
-                if begin or with_x:
-                    back = Chain((replace(c, p=c.q, q=c.p),), tf32=chain.tf32)
-                    us += _us(forward(back, dtype, batch, gpu)) + _turned_us(c, dtype, 1, gpu)
-                    both = ways(OF_ONE_FACTOR, c, dtype, batch, gpu)
-                    us = min([us, *map(_us, both)])
-            else:
-                outer, inner = around(part)
-                asked = modes_of(part), outer, dtype, batch, gpu
-                together = ways(OF_FACTORS, *asked) if inner == 1 else ()
-                us = min(map(_us, together), default=math.inf)
+            us = _run_us(part, dtype, batch, gpu, end > begin + 1 or begin > 0 or with_x)
             if us < math.inf and end <= last:
                 us += _us(forward(part, dtype, batch, gpu))
             least[end] = min(least[end], least[begin] + us)
     return least[-1]
+
+
+@functools.lru_cache(512)
+def _run_us(part: Chain, dtype: str, batch: int, gpu: Gpu, with_x: bool) -> float:
+    """The microseconds of all gradients of a run of neighbours by one family, infinitely many where there is none; or
+    of one contraction by itself."""
+    if len(part.contractions) > 1:
+        outer, inner = around(part)
+        together = ways(OF_FACTORS, modes_of(part), outer, dtype, batch, gpu) if inner == 1 else ()
+        return min(map(_us, together), default=math.inf)
+    (c,) = part.contractions
+    us = _us(fastest(OF_WEIGHT, c, dtype, batch, gpu))
+    if not with_x:
+        return us
+    back = Chain((replace(c, p=c.q, q=c.p),), tf32=part.tf32)
+    us += _us(forward(back, dtype, batch, gpu)) + _turned_us(c, dtype, 1, gpu)
+    return min([us, *map(_us, ways(OF_ONE_FACTOR, c, dtype, batch, gpu))])
 
 
 def _us(passes: Iterable[Pass]) -> float:

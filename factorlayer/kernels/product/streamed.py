@@ -117,15 +117,15 @@ class Product:
         """Groups that take turns in the bias, though they do not in y."""
         return self.contraction.inner if self.unturned else 1
 
-    @property
+    @kept
     def outer(self) -> int:
         return self.contraction.outer if self.contraction.tied else 1
 
-    @property
+    @kept
     def inner(self) -> int:
         return 1 if self.by_rows else self.contraction.inner
 
-    @property
+    @kept
     def weights(self) -> int:
         return self.groups * self.contraction.p * self.contraction.q
 
@@ -150,12 +150,12 @@ class Product:
         of_x = self.inputs.asks(self.size) if self.inputs else of_x
         return [*of_x, (f"params.weights[{self.contraction.weight}]", str(weight))]
 
-    @property
+    @kept
     def x_features(self) -> int:
         c = self.contraction
         return c.outer * c.p * c.inner
 
-    @property
+    @kept
     def y_features(self) -> int:
         c = self.contraction
         return c.outer * c.q * c.inner
@@ -278,15 +278,15 @@ class Streamed(Pass):
     us: float = 0.0
     blocks_per_sm = 0  # as many as there is work
 
-    @property
+    @kept
     def bm(self) -> int:
         return 16 * self.mt * self.wm
 
-    @property
+    @kept
     def bn(self) -> int:
         return 8 * self.nt * self.wn
 
-    @property
+    @kept
     def groups(self) -> int:
         """Groups of a block."""
         return self.wg * self.steps
@@ -301,11 +301,11 @@ class Streamed(Pass):
     def together(self) -> int:
         return math.gcd(self.product.b, self.columns)
 
-    @property
+    @kept
     def warps(self) -> int:
         return self.wm * self.wn * self.wg
 
-    @property
+    @kept
     def threads(self) -> int:
         return 32 * self.warps
 
@@ -348,7 +348,7 @@ class Streamed(Pass):
             1, min(65536 // (self.threads * self.registers), (self.gpu.shared + 1024) // (self.shared + 1024), 8)
         )
 
-    @property
+    @kept
     def tiles(self) -> int:
         """Tiles for each of the first tile's rows or columns."""
         p = self.product
@@ -468,6 +468,9 @@ class Streamed(Pass):
         return x, math.gcd(16, c.p * p.size), math.gcd(16, *(run * p.size for run in runs))
 
 
+Numbers = tuple[int, int, int, int, int, int, int, int, int]  # of a Streamed, from mt to registers
+
+
 def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The fastest tiling by prediction for a class of batches."""
     unnumbered = replace(product, contraction=replace(product.contraction, weight=0), scalars=0)
@@ -478,13 +481,29 @@ def tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
 def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     """The same of a product of these sizes, whatever its weight's number is."""
     least, *_, most = samples_of_class(batch)
-    plan = fastest((plan for each in (least, most) for plan in _tilings(product, each, gpu)), batch)
+    plan = fastest(_tilings(product, (least, most), gpu), batch)
     assert plan  # any product has one
     return replace(plan, us=plan.us_of(batch))
 
 
-def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
-    """Tilings that read least, of blocks that fit."""
+def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[Streamed]:
+    """For each of some numbers of samples the tilings that read least, of blocks that fit; those of several once."""
+    fitting: dict[Numbers, bool] = {}
+    for batch in batches:
+        count = 0
+        for numbers in _that_read_least(product, batch, gpu):
+            if numbers not in fitting:
+                plan = Streamed(product, *numbers, gpu)
+                fitting[numbers] = plan.shared <= gpu.shared and _copies(plan)
+                if fitting[numbers]:
+                    yield _deepest(plan)
+            count += fitting[numbers]
+            if count == MOST_TILINGS:
+                break
+
+
+def _that_read_least(product: Product, batch: int, gpu: Gpu) -> Iterator[Numbers]:
+    """The numbers of tilings, of those that read least first."""
     c = product.contraction
     rows = batch * product.outer
     m, n = (rows, c.q) if product.by_rows else (c.q, rows * product.inner)
@@ -503,15 +522,7 @@ def _tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Streamed]:
                     blocks = -(-m // bm) * -(-n // bn) * -(-product.groups // (wg * step))
                     read = -(-blocks // gpu.sms) * (bm + bn) * wg * step  # for each k by one multiprocessor
                     found += [(read, (mt, nt, wm, wn, wg, step, bk, 2, registers)) for bk in chunks]
-    found.sort()
-    count = 0
-    for _, numbers in found:
-        plan = Streamed(product, *numbers, gpu)
-        if plan.shared <= gpu.shared and _copies(plan):
-            yield _deepest(plan)
-            count += 1
-            if count == MOST_TILINGS:
-                return
+    return (numbers for _, numbers in sorted(found))
 
 
 def _shapes(m: int, n: int, mt: int, nt: int, warps: int) -> list[int]:
