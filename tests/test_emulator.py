@@ -2567,7 +2567,7 @@ def check_gradients_of_stack(found: Plan, layers: list[Chain], batch: int, emula
     np.testing.assert_array_equal(found_x[others], parts[0].reshape(batch, -1)[others])
 
 
-ELSEWHERE = "triple", "mapped", "monarch chunks"  # families with a file of tests each
+ELSEWHERE = "triple", "mapped", "mapped columns", "monarch chunks"  # families with a file of tests each
 
 
 @pytest.mark.long

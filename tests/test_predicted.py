@@ -305,7 +305,7 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
 @pytest.mark.long
 def test_kernels_times_are_predicted() -> None:
     """Of drawn layers, forward, on an H200, which ran these plans."""
-    seed, found = 301172, []
+    seed, found = 311301, []
     rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         if isinstance(workload, Block) or workload.name not in rows or len(workload.spec.in_factors) > 3:
