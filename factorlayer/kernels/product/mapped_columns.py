@@ -114,8 +114,10 @@ class MappedColumns(ByMaps, OfWork):
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of slabs of 64 p's, which have the q's that there are, but for the last one."""
         p, q = self.mode_sizes
-        return self.terms * 128 * ((-(-p // 64) - 1) * (self.rows if self.rows < q else round_up(q, 8)) + self.rows)
+        here = self.rows if self.rows < q else round_up(q, 8)
+        return self.terms * 128 * ((-(-p // 64) - 1) * here + self.rows)
 
     @property
     def beside_slots(self) -> int:

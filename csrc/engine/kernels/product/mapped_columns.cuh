@@ -36,7 +36,7 @@ template <class Pass> struct MappedColumns {
   // A slab has the q's that there are: sums of others are of whatever lies behind it, and stored nowhere.
   static constexpr int kRows = M < Q ? M : round_up(Q, 8), kSlab = kRows * 128, kWeight = (ceil_div(P, 64) - 1) * kSlab + M * 128;
   static constexpr int kHeld = Pass::X_TERMS ? TERMS : 1;  // slots of a tile
-  static constexpr int kStaged = 16 * 128, kScaleBytes = round_up(TERMS * 4, 16);  // kStaged: of a warp
+  static constexpr int kScaleBytes = round_up(TERMS * 4, 16), kStagedBytes = 16 * 128;  // of all terms, and of a warp
   static constexpr bool kOneTerm = Pass::RANK > TERMS;
   static constexpr bool kScaled = Pass::FACTOR_W < 0 && is_same<Element, f16>;
   static_assert(N % 64 == 0 || kChunks == 1);
@@ -60,8 +60,8 @@ template <class Pass> struct MappedColumns {
 
   DEVICE MappedColumns(const Params& p, const Maps& m)
       : params(p), maps(m), weights(shared_address(shared_memory) + 1023 & ~1023u), ring(weights + TERMS * kWeight),
-        scales(ring.at(Pass::SLOTS) + Slots::kBarrierBytes), staged(scales + kScaleBytes + threadIdx.x / 32 * kStaged), q(blockIdx.y % kTilesQ * M),
-        term(kOneTerm ? blockIdx.y / kTilesQ : 0), rows(p.batch * Pass::OUTER), tiles(rows * kChunks) {}
+        scales(ring.at(Pass::SLOTS) + Slots::kBarrierBytes), staged(scales + kScaleBytes + threadIdx.x / 32 * kStagedBytes),
+        q(blockIdx.y % kTilesQ * M), term(kOneTerm ? blockIdx.y / kTilesQ : 0), rows(p.batch * Pass::OUTER), tiles(rows * kChunks) {}
 
   DEVICE Tile tile_of(i64 tile) const { return {tile / kChunks, int(tile % kChunks) * N}; }
 
