@@ -17,17 +17,16 @@ from factorlayer.activations.written import activation_type, gradient
 from factorlayer.device.code import Long, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import scratch_of
 from factorlayer.kernels.stages import NO_TILES, PIECE, Layout, Sandwich, Stage, Stages, TileUs, last_of, memory_of
 from factorlayer.kernels.weights import normals, product
-from factorlayer.kernels.work import Inputs, Mode, OfWork, Work, round_up, told_inputs
+from factorlayer.kernels.work import Inputs, Mode, OfStates, Work, round_up, told_inputs
 
 SCALE_BYTES = 4
 LEAST_RUN = 2048  # bytes worth a request to the copy engine, which takes about 50 cycles for each
 
 
 @dataclass(frozen=True)
-class Resident(OfWork):
+class Resident(OfStates):
     """A pass, tiled. `us` is the time predicted for `batch` samples."""
 
     work: Work
@@ -51,18 +50,6 @@ class Resident(OfWork):
     def us_of(self, batch: int) -> float:
         tiles = -(-batch * self.units_per_sample // self.units)
         return self.tile_us.of(tiles, self.groups, max(1, self.gpu.sms // self.split), self.gpu)
-
-    @property
-    def reads(self) -> str:
-        return self.takes or "state"
-
-    @property
-    def writes(self) -> str:
-        return self.gives or "state"
-
-    @property
-    def scratch(self) -> tuple[int, ...]:
-        return scratch_of({self.gives: self.output_bytes})
 
     @property
     def last(self) -> Stage:

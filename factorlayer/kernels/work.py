@@ -12,7 +12,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, ask_for, constants
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, scratch_of
 from factorlayer.maths.chain import Chain
 
 OF_TENSOR = 25  # instructions of a warp to find where pieces are in one of two tensors, in machine code
@@ -270,6 +270,26 @@ class OfWork(Pass):
     @property
     def asks(self) -> Asks:
         return self.work.asks
+
+
+class OfStates(OfWork):
+    """A pass that may read and write any buffer of a plan: `takes` and `gives`, where these are not the state before
+    and behind it."""
+
+    takes: str
+    gives: str
+
+    @property
+    def reads(self) -> str:
+        return self.takes or "state"
+
+    @property
+    def writes(self) -> str:
+        return self.gives or "state"
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        return scratch_of({self.gives: self.output_bytes})
 
 
 class TakesTwoModes(OfWork, TwoSizes):

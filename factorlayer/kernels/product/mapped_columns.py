@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_BLOCKS, fastest, scratch_of, tensor_map
+from factorlayer.kernels.passes import MOST_BLOCKS, fastest, tensor_map
 from factorlayer.kernels.product.mapped import CYCLES, LARGEST, REGISTERS, ByMaps
 from factorlayer.kernels.product.streamed import SECTOR
 from factorlayer.kernels.weights import can_be_made, weight_functions
-from factorlayer.kernels.work import OfWork, Terms, Work, round_up
+from factorlayer.kernels.work import OfStates, Terms, Work, round_up
 
 DTYPES = ("bfloat16", "float16")
 LEAST, MOST = 24, 256  # of p and q: a box has 256 p's at most
@@ -55,7 +55,7 @@ BESIDE, ALONE, ALONE_WITHIN, AGAIN = 0.5, 1.11, 1.3, 0.12
 
 
 @dataclass(frozen=True)
-class MappedColumns(ByMaps, OfWork):
+class MappedColumns(ByMaps, OfStates):
     """A pass, tiled: `groups` take tiles of n columns and 64 x `down` x `parts` q's, of a block that has the weights of
     `terms` terms. `us` is the time predicted."""
 
@@ -153,18 +153,6 @@ class MappedColumns(ByMaps, OfWork):
     @property
     def most_samples(self) -> int:
         return LARGEST // (self.work.outer * self.all_terms)
-
-    @property
-    def reads(self) -> str:
-        return self.takes or "state"
-
-    @property
-    def writes(self) -> str:
-        return self.gives or "state"
-
-    @property
-    def scratch(self) -> tuple[int, ...]:
-        return scratch_of({self.gives: self.output_bytes})
 
     @property
     def output_bytes(self) -> int:
