@@ -36,10 +36,34 @@ template <class T> class Arena {
   int64_t used_ = 0;
 };
 
+// Pieces of memory, one behind another: take(elements). Without memory they are null, and only counted.
+template <class T> class Pieces {
+ public:
+  explicit Pieces(T* memory) : memory_(memory) {}
+  T* operator()(int64_t elements) {
+    T* at = memory_ ? memory_ + size_ : nullptr;
+    size_ += Arena<T>::padded(elements);
+    return at;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  T* memory_;
+  int64_t size_ = 0;
+};
+
+// The same of memory that is there, without gaps.
+template <class T> struct Packed {
+  T* at;
+  T* operator()(int64_t elements) { return at += elements, at - elements; }
+};
+
 // A piece of memory for all that make(take) takes, which is done twice: to count, and with the memory.
 template <class T, class Make> void in_memory(Purpose purpose, Make&& make) {
-  int64_t size = 0;
-  make([&](int64_t elements) { return size += Arena<T>::padded(elements), static_cast<T*>(nullptr); });
-  Arena<T> arena(purpose, size);
-  make([&](int64_t elements) { return arena.take(elements); });
+  T* memory = nullptr;
+  for (bool counts : {true, false}) {
+    Pieces<T> take(memory);
+    make(take);
+    if (counts) memory = Arena<T>(purpose, take.size()).take(0);
+  }
 }

@@ -56,8 +56,8 @@ template <class T, class S> struct Run {
 
     int64_t size = 0;
     for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
-    T* at = Arena<T>(Purpose::weights, size).take(size);
-    for (Layer<T, S>& layer : layers) layer.prepare([&](int64_t n) { return at += n, at - n; });
+    Packed<T> take{Arena<T>(Purpose::weights, size).take(size)};
+    for (Layer<T, S>& layer : layers) layer.prepare(take);
   }
 
   // Whether threads go through a layer's samples together, rather than with a share of them each.

@@ -285,11 +285,10 @@ template <class T, class S> struct RecurrentRun {
     int64_t transposed = 0, size = chain.bias ? hidden : 0;
     for (auto* products : all)
       for (const Products<T, S>& each : *products) transposed += each.transposed_size();
-    T* at = Arena<T>(Purpose::totals, transposed).take(transposed);
-    const auto take = [&](int64_t n) { return at += n, at - n; };
+    Packed<T> take{Arena<T>(Purpose::totals, transposed).take(transposed)};
     for (auto* products : all)
       for (Products<T, S>& each : *products) each.make_layers(take), size += each.prepared_size();
-    at = Arena<T>(Purpose::weights, size).take(size);
+    take.at = Arena<T>(Purpose::weights, size).take(size);
     if (chain.bias) bias = read_rows<T, S>(problem.bias, 0, 1, hidden, take(hidden));
     for (auto* products : all)
       for (Products<T, S>& each : *products) each.prepare(take);
