@@ -30,14 +30,15 @@ template <class F> auto with_types(DType dtype, F&& f) {
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
-    run_forward<decltype(t), decltype(s)>(problem, y, threads, parallel);
+    run_forward(problem, Held<decltype(t)>::template as<decltype(s)>(), y, threads, parallel);
   });
 }
 
 void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
   with_types(problem.dtype, [&](auto t, auto s) {
-    Backward<decltype(t), decltype(s)>(problem, grad_y, gradients, threads).run(parallel);
+    using T = decltype(t);
+    Backward<T>(problem, Held<T>::template as<decltype(s)>(), grad_y, gradients, threads).run(parallel);
   });
 }
 

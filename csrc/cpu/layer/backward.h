@@ -5,7 +5,7 @@
 // A sum over a long batch in float would lose what a tree of additions keeps: a few blocks are summed in T, and those
 // sums in double, if there are more.
 
-template <class T, class S> class Backward {
+template <class T> class Backward {
   // What is wanted of a layer, null where it is not, and where its sums lie among those of a task.
   struct Wanted {
     void* const* weights;
@@ -34,8 +34,9 @@ template <class T, class S> class Backward {
     std::vector<Kept> kept;
   };
 
-  const Run<T, S> run_;
-  const std::vector<Layer<T, S>>& layers_;
+  const Run<T> run_;
+  const Held<T>& held_;
+  const std::vector<Layer<T>>& layers_;
   const void* grad_y_;
   void* grad_x_;
   void* const* grad_inputs_;  // null unless one of them is wanted
@@ -51,8 +52,8 @@ template <class T, class S> class Backward {
   double* totals_ = nullptr;  // the same: of all blocks before and of parameters, where sums are flushed
 
  public:
-  Backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads)
-      : run_(problem, true, threads), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
+  Backward(const Problem& problem, Held<T> held, const void* grad_y, const std::vector<void*>& gradients, int threads)
+      : run_(problem, held, true, threads), held_(run_.held), layers_(run_.layers), grad_y_(grad_y), grad_x_(gradients[0]),
         grad_inputs_(inputs_of(problem, gradients)), count_(int64_t(layers_.size())), first_(wants_x() ? 0 : count_),
         places_(run_.tasks * run_.places) {
     void* const* at = gradients.data() + 1;
@@ -88,12 +89,12 @@ template <class T, class S> class Backward {
       });
     for (int64_t l = 0; l < count_; ++l) {
       const Wanted& wanted = wanted_[l];
-      if (wanted.bias) write(layers_[l].out, sums_ + wanted.bias_offset, static_cast<S*>(wanted.bias));
+      if (wanted.bias) held_.write(layers_[l].out, sums_ + wanted.bias_offset, wanted.bias);
       for (int64_t i = 0; i < layers_[l].stages; ++i)
         if (wanted.stages[i] && !wanted.whole[i]) write_weight_gradients(l, i);
       for (size_t i = 0; i < layers_[l].chain.parameters(); ++i)
         if (void* gradient = wanted.weights[layers_[l].parameter_index() + i])
-          write(1, sums_ + wanted.parameters + i, static_cast<S*>(gradient));
+          held_.write(1, sums_ + wanted.parameters + i, gradient);
     }
   }
 
@@ -105,7 +106,7 @@ template <class T, class S> class Backward {
   bool wants_x() const { return grad_x_ || grad_inputs_; }
 
   // Gives a layer's sums their places.
-  Wanted plan(const Layer<T, S>& layer, void* const* gradients) {
+  Wanted plan(const Layer<T>& layer, void* const* gradients) {
     Wanted wanted{gradients};
     wanted.offset.resize(layer.stages), wanted.whole.resize(layer.stages);
     wanted.bias_offset = sums_size_, wanted.earliest = layer.stages;
@@ -127,7 +128,7 @@ template <class T, class S> class Backward {
       wanted.stages.push_back(wants);
       if (!wants) continue;
       wanted.earliest = std::min(wanted.earliest, i);
-      if (run_.blocks == 1 && run_.places == 1 && !kConverts<T, S> && layer.groups[i].parts.size() == 1) {
+      if (run_.blocks == 1 && run_.places == 1 && !held_.converts && layer.groups[i].parts.size() == 1) {
         wanted.whole[i] = static_cast<T*>(gradients[c.weight]);
         continue;
       }
@@ -144,7 +145,7 @@ template <class T, class S> class Backward {
     for (T** rows : {&b.x, &b.rows[0], &b.rows[1]}) *rows = take(run_.widest * samples);
     int64_t largest = 0;  // state between two phases
     for (int64_t l = 0; l < count_; ++l) {
-      const Layer<T, S>& layer = layers_[l];
+      const Layer<T>& layer = layers_[l];
       Kept& kept = b.kept.emplace_back();
       kept.states = layer.make_states(samples, true, take, run_.places);
       kept.z = take(layer.out * samples);
@@ -187,7 +188,7 @@ template <class T, class S> class Backward {
     if (!reach_) return;
     const T* rows = run_.read_x(first, count, b.x, b.workers);
     for (int64_t l = 0; l < reach_; ++l) {
-      const Layer<T, S>& layer = layers_[l];
+      const Layer<T>& layer = layers_[l];
       Kept& kept = b.kept[l];
       kept.x = rows, kept.has_states = false;
       if (l < first_) {
@@ -228,9 +229,9 @@ template <class T, class S> class Backward {
 
   void go_back(int64_t first, int64_t count, const Buffers& b) const {
     if (first_ == count_) return;
-    const T* g = read_rows<T, S>(grad_y_, first, count, run_.out, b.rows[count_ % 2], b.workers);
+    const T* g = held_.rows(grad_y_, first, count, run_.out, b.rows[count_ % 2], b.workers);
     for (int64_t l = count_; l-- > first_;) {
-      const Layer<T, S>& layer = layers_[l];
+      const Layer<T>& layer = layers_[l];
       if (layer.activation) {  // g *= its derivative at z + bias
         T* own = b.rows[(l + 1) % 2];
         b.workers.once([=, &layer, &b] {
@@ -245,7 +246,7 @@ template <class T, class S> class Backward {
       const bool passes = l > first_ || wants_x();
       if (!passes && wanted_[l].earliest == layer.stages) return;
       const bool apart = l || grad_inputs_;
-      T* gx = !passes ? nullptr : apart ? b.rows[l % 2] : output_rows<T, S>(grad_x_, first, run_.in, b.rows[0]);
+      T* gx = !passes ? nullptr : apart ? b.rows[l % 2] : held_.output_rows(grad_x_, first, run_.in, b.rows[0]);
       if (layer.cut->phases.size() == 1) {
         go_back(l, 0, count, 0, layer.chain.rank, b.kept[l].x, g, gx, false, b);
       } else {
@@ -255,12 +256,12 @@ template <class T, class S> class Backward {
       g = gx;
     }
     if (grad_inputs_) return b.workers.once([=] { run_.write_inputs(grad_inputs_, first, count, g); });
-    write_rows<T, S>(grad_x_, first, count, run_.in, g, b.workers);
+    held_.write_rows(grad_x_, first, count, run_.in, g, b.workers);
   }
 
   // The phases of term r, from the last to the first one needed; gx is null where it is not wanted.
   void go_back(int64_t l, int64_t count, int64_t r, const T* g, T* gx, const Buffers& b) const {
-    const Layer<T, S>& layer = layers_[l];
+    const Layer<T>& layer = layers_[l];
     const Kept& kept = b.kept[l];
     const int64_t phases = int64_t(layer.cut->phases.size());
     int64_t reach = phases;  // behind the last phase of which a weight's gradient is wanted, whose x has to be there
@@ -287,7 +288,7 @@ template <class T, class S> class Backward {
   // is added to what there is if `adds`.
   void go_back(int64_t l, int64_t which, int64_t count, int64_t from, int64_t to, const T* x, const T* g, T* gx, bool adds,
                const Buffers& b) const {
-    const Layer<T, S>& layer = layers_[l];
+    const Layer<T>& layer = layers_[l];
     const Phase& phase = layer.cut->phases[which];
     const bool one_chunk = layer.cut->phases.size() == 1 && phase.columns == phase.inner && count * phase.slabs <= phase.units;
     const bool has_states = b.kept[l].has_states && one_chunk;
@@ -312,7 +313,7 @@ template <class T, class S> class Backward {
   template <class By>
   void go_back(int64_t l, const Phase& phase, const Chunk& chunk, int64_t r, const T* x, const T* g, T* gx, bool adds,
                const std::vector<T*>& after, T* sums, const By& by) const {
-    const Layer<T, S>& layer = layers_[l];
+    const Layer<T>& layer = layers_[l];
     const Wanted& wanted = wanted_[l];
     for (int64_t i = phase.size(); i--;) {
       const Contraction c = phase.contraction(i, chunk.columns);
@@ -336,14 +337,14 @@ template <class T, class S> class Backward {
 
   // From the sums for contraction i to the gradients of the weights that it stands for.
   void write_weight_gradients(int64_t l, int64_t i) const {
-    const Layer<T, S>& layer = layers_[l];
+    const Layer<T>& layer = layers_[l];
     const Group& group = layer.groups[i];
     const T* sums = sums_ + wanted_[l].offset[i];
     std::vector<T> buffer;
     for (int64_t r = 0; r < layer.chain.rank; ++r, sums += group.whole.weight_size())
       for (size_t part = 0; part < group.parts.size(); ++part) {
         const Contraction& c = group.parts[part];
-        S* grad = static_cast<S*>(wanted_[l].weights[c.weight]);
+        void* grad = wanted_[l].weights[c.weight];
         if (!grad) continue;
         const T* found = sums;
         if (group.parts.size() > 1) {
@@ -351,7 +352,7 @@ template <class T, class S> class Backward {
           part_gradient(group, layer.parts[r * layer.stages + i], part, sums, buffer.data());
           found = buffer.data();
         }
-        write(c.weight_size(), found, grad + r * c.weight_size());
+        held_.write(c.weight_size(), found, held_.at(grad, r * c.weight_size()));
       }
   }
 };

@@ -110,24 +110,45 @@ const T* read_rows(const void* tensor, int64_t first, int64_t count, int64_t fea
   if constexpr (kConverts<T, S>) return read(count * features, from, rows), rows;
   else return from;
 }
-template <class T, class S>
-const T* read_rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows, const Workers<T>& by) {
-  if constexpr (!kConverts<T, S>) return read_rows<T, S>(tensor, first, count, features, rows);
-  const S* from = static_cast<const S*>(tensor) + first * features;
-  by.for_numbers(count * features, [=](int64_t at, int64_t n) { read(n, from + at, rows + at); });
-  return rows;
-}
-// Where rows of an output are computed: in place, or in `rows` until write_rows converts them.
-template <class T, class S> T* output_rows(void* tensor, int64_t first, int64_t features, T* rows) {
-  if constexpr (kConverts<T, S>) return rows;
-  else return static_cast<T*>(tensor) + first * features;
-}
-template <class T, class S>
-void write_rows(void* tensor, int64_t first, int64_t count, int64_t features, const T* rows, const Workers<T>& by) {
-  if constexpr (!kConverts<T, S>) return;
-  S* to = static_cast<S*>(tensor) + first * features;
-  by.for_numbers(count * features, [=](int64_t at, int64_t n) { write(n, rows + at, to + at); });
-}
+template <class T, class S> void read_as(int64_t n, const void* from, T* to) { read(n, static_cast<const S*>(from), to); }
+template <class T, class S> void write_as(int64_t n, const T* from, void* to) { write(n, from, static_cast<S*>(to)); }
+
+// How tensors hold what is computed in T. Whoever knows no more of it than this is compiled once for each T.
+template <class T> struct Held {
+  int64_t bytes;  // of a number
+  bool converts;
+  void (*read)(int64_t n, const void* from, T* to);
+  void (*write)(int64_t n, const T* from, void* to);
+
+  template <class S> static Held as() {
+    return {int64_t(sizeof(S)), kConverts<T, S>, read_as<T, S>, write_as<T, S>};
+  }
+
+  const void* at(const void* tensor, int64_t i) const { return static_cast<const char*>(tensor) + i * bytes; }
+  void* at(void* tensor, int64_t i) const { return static_cast<char*>(tensor) + i * bytes; }
+
+  // Rows as T, as read_rows has them.
+  const T* rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows) const {
+    const void* from = at(tensor, first * features);
+    if (!converts) return static_cast<const T*>(from);
+    return read(count * features, from, rows), rows;
+  }
+  const T* rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows, const Workers<T>& by) const {
+    const void* from = at(tensor, first * features);
+    if (!converts) return static_cast<const T*>(from);
+    by.for_numbers(count * features, [=, held = *this](int64_t i, int64_t n) { held.read(n, held.at(from, i), rows + i); });
+    return rows;
+  }
+  // Where rows of an output are computed: in place, or in `rows` until write_rows converts them.
+  T* output_rows(void* tensor, int64_t first, int64_t features, T* rows) const {
+    return converts ? rows : static_cast<T*>(at(tensor, first * features));
+  }
+  void write_rows(void* tensor, int64_t first, int64_t count, int64_t features, const T* rows, const Workers<T>& by) const {
+    if (!converts) return;
+    void* to = at(tensor, first * features);
+    by.for_numbers(count * features, [=, held = *this](int64_t i, int64_t n) { held.write(n, rows + i, held.at(to, i)); });
+  }
+};
 
 // A task's memory for a layer: of each worker and phase the states of a chunk, and behind all phases but the last one those of a
 // block.
@@ -140,7 +161,8 @@ template <class T> struct States {
   std::vector<T*> between;
 };
 
-template <class T, class S> struct Layer {
+template <class T> struct Layer {
+  Held<T> held;
   const void* const* tensors;  // its weights, its activation's parameters and its bias
   int64_t rows;                // samples that its prepared weights are for
   bool apart = false;          // whether workers share each chunk, by positions
@@ -153,8 +175,8 @@ template <class T, class S> struct Layer {
   std::vector<std::vector<const T*>> parts;  // the same, of the parts of each group
 
   // `samples` at once, of so many `rows_` in all.
-  Layer(const Chain& given, const void* const* tensors_, int64_t samples, int64_t rows_, bool backward)
-      : tensors(tensors_), rows(rows_),
+  Layer(const Chain& given, Held<T> held_, const void* const* tensors_, int64_t samples, int64_t rows_, bool backward)
+      : held(held_), tensors(tensors_), rows(rows_),
         groups(merge(given, [&](const Contraction& c) { return may_merge(given, c); })),
         chain(with(given, groups)), in(chain.in_features()), out(chain.out_features()), stages(int64_t(groups.size())),
         cut(Phases<T>::of(chain, samples, rows, backward, 1)) {}
@@ -174,7 +196,7 @@ template <class T, class S> struct Layer {
   bool may_merge(const Chain& given, const Contraction& c) const {
     std::vector<T> buffer(kLargestMerged * kLargestMerged);
     for (int64_t r = 0; r < given.rank; ++r)
-      if (!is_tame(c.weight_size(), read_rows<T, S>(tensors[c.weight], r, 1, c.weight_size(), buffer.data())))
+      if (!is_tame(c.weight_size(), held.rows(tensors[c.weight], r, 1, c.weight_size(), buffer.data())))
         return false;
     return true;
   }
@@ -199,7 +221,7 @@ template <class T, class S> struct Layer {
     for (int64_t i = 0; i < stages; ++i) {
       const Group& group = groups[i];
       size += chain.rank * group.whole.weight_size() * ((group.parts.size() > 1) + needs_transposed(i));
-      if (kConverts<T, S>)
+      if (held.converts)
         for (const Contraction& part : group.parts) size += chain.rank * part.weight_size();
     }
     return size;
@@ -212,7 +234,7 @@ template <class T, class S> struct Layer {
         std::vector<const T*>& own = parts.emplace_back();
         for (const Contraction& part : group.parts) {
           const int64_t n = part.weight_size();
-          own.push_back(read_rows<T, S>(tensors[part.weight], r, 1, n, kConverts<T, S> ? take(n) : nullptr));
+          own.push_back(held.rows(tensors[part.weight], r, 1, n, held.converts ? take(n) : nullptr));
         }
         const Contraction& c = group.whole;
         Weights<T> w{own[0], nullptr};
@@ -230,11 +252,10 @@ template <class T, class S> struct Layer {
       }
     const int64_t together = Activation<T>::together(out);
     T* bias = chain.bias ? take(out * together) : nullptr;
-    for (int64_t n = 0; bias && n < together; ++n)
-      read(out, static_cast<const S*>(tensors[bias_index()]), bias + n * out);
+    for (int64_t n = 0; bias && n < together; ++n) held.read(out, tensors[bias_index()], bias + n * out);
     std::vector<T> parameters(chain.parameters());
     for (size_t i = 0; i < parameters.size(); ++i)
-      parameters[i] = *read_rows<T, S>(tensors[parameter_index() + i], 0, 1, 1, &parameters[i]);
+      parameters[i] = *held.rows(tensors[parameter_index() + i], 0, 1, 1, &parameters[i]);
     activation = Activation<T>(chain, bias, parameters);
   }
 

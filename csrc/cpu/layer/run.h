@@ -13,9 +13,10 @@ constexpr int64_t kFewSamples = 2;        // of a thread, of which some have one
 constexpr double kFarSumsCost = 0.4, kNearSumsCost = 0.15;
 
 // Everything the blocks of one call share.
-template <class T, class S> struct Run {
+template <class T> struct Run {
   const Problem& problem;
-  std::vector<Layer<T, S>> layers;
+  const Held<T> held;
+  std::vector<Layer<T>> layers;
   int64_t in, out, batch;
   int64_t widest = 0;   // features between two layers, or at an end
   int64_t scratch_size = 0;
@@ -25,7 +26,8 @@ template <class T, class S> struct Run {
   int64_t places = 1;   // of a task's chunks and sums: one for each worker who has chunks of his own
 
   // `backward`: whether it is for gradients, which keep each layer's states until a block is done.
-  Run(const Problem& problem_, bool backward, int threads) : problem(problem_), batch(problem_.batch) {
+  Run(const Problem& problem_, Held<T> held_, bool backward, int threads)
+      : problem(problem_), held(held_), batch(problem_.batch) {
     const void* const* tensors = problem.tensors.data() + 1;
     const bool large = backward && weight_bytes() > kLargeBytes;
     int64_t share = (batch + threads - 1) / threads;  // at least one block for each thread
@@ -33,7 +35,7 @@ template <class T, class S> struct Run {
     int64_t bytes = 0;
     layers.reserve(problem.layers.size());
     for (const Chain* chain : problem.layers) {
-      Layer<T, S>& layer = layers.emplace_back(*chain, tensors, share, share, backward);
+      Layer<T>& layer = layers.emplace_back(*chain, held, tensors, share, share, backward);
       if (problem.layers.size() == 1 && threads > 1 && go_together(layer, share, backward, threads)) {
         share = batch;
         layer.cut_again(batch, backward, places);
@@ -46,7 +48,7 @@ template <class T, class S> struct Run {
     }
     in = layers.front().in, out = layers.back().out;
     samples = 1;
-    for (const Layer<T, S>& layer : layers)
+    for (const Layer<T>& layer : layers)
       for (const Phase& phase : layer.cut->phases) samples = std::max(samples, (phase.units + phase.slabs - 1) / phase.slabs);
     const int64_t most = large ? kSummedTogether : kPlainBytes / bytes;
     samples = std::min(samples * std::max<int64_t>(1, most / samples), share);  // in whole chunks
@@ -55,13 +57,13 @@ template <class T, class S> struct Run {
     tasks = std::min<int64_t>(threads, blocks);
 
     int64_t size = 0;
-    for (const Layer<T, S>& layer : layers) size += layer.prepared_size();
+    for (const Layer<T>& layer : layers) size += layer.prepared_size();
     Packed<T> take{Arena<T>(Purpose::weights, size).take(size)};
-    for (Layer<T, S>& layer : layers) layer.prepare(take);
+    for (Layer<T>& layer : layers) layer.prepare(take);
   }
 
   // Whether threads go through a layer's samples together, rather than with a share of them each.
-  bool go_together(const Layer<T, S>& layer, int64_t share, bool backward, int threads) {
+  bool go_together(const Layer<T>& layer, int64_t share, bool backward, int threads) {
     const Chain& chain = layer.chain;
     const bool forks = share < batch;  // anyway
     double least = layer.cut->cost - (forks ? 0 : kForkCost);
@@ -103,12 +105,12 @@ template <class T, class S> struct Run {
 
   // Rows of x as T: where they lie, or, if they are converted or come from several tensors, brought together in `rows`.
   const T* read_x(int64_t first, int64_t count, T* rows, const Workers<T>& by) const {
-    if (problem.inputs.empty()) return read_rows<T, S>(problem.tensors[0], first, count, in, rows, by);
+    if (problem.inputs.empty()) return held.rows(problem.tensors[0], first, count, in, rows, by);
     T* to = rows;
     for (size_t i = 0; i < problem.inputs.size(); ++i) {
       const int64_t features = problem.layers[0]->inputs[i];
-      const S* from = static_cast<const S*>(problem.inputs[i]) + first * features;
-      for (int64_t n = 0; n < count; ++n) read(features, from + n * features, to + n * in);
+      for (int64_t n = 0; n < count; ++n)
+        held.read(features, held.at(problem.inputs[i], (first + n) * features), to + n * in);
       to += features;
     }
     return rows;
@@ -118,8 +120,8 @@ template <class T, class S> struct Run {
   void write_inputs(void* const* gradients, int64_t first, int64_t count, const T* rows) const {
     for (size_t i = 0; i < problem.inputs.size(); ++i) {
       const int64_t features = problem.layers[0]->inputs[i];
-      S* to = static_cast<S*>(gradients[i]) + first * features;
-      for (int64_t n = 0; gradients[i] && n < count; ++n) write(features, rows + n * in, to + n * features);
+      for (int64_t n = 0; gradients[i] && n < count; ++n)
+        held.write(features, rows + n * in, held.at(gradients[i], (first + n) * features));
       rows += features;
     }
   }

@@ -53,7 +53,7 @@ template <class T, class S> class Products {
   const int64_t features_;
   static constexpr int64_t kWidth = kMaxVecs * kLanes<T>;
   std::vector<const void*> tensors_;  // of a gate behind those of the one before
-  std::vector<Layer<T, S>> layers_;
+  std::vector<Layer<T>> layers_;
   std::vector<const T*> plain_;
   T* packed_ = nullptr;
   Chain chain_;
@@ -91,13 +91,14 @@ template <class T, class S> class Products {
       for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = transposed(int64_t(i), take);
     layers_.reserve(kGates);
     for (int g = 0; g < kGates; ++g)
-      layers_.emplace_back(chain_, tensors_.data() + g * int64_t(chain_.contractions.size()), samples_, rows_, false);
+      layers_.emplace_back(chain_, Held<T>::template as<S>(), tensors_.data() + g * int64_t(chain_.contractions.size()),
+                           samples_, rows_, false);
   }
   int64_t prepared_size() const {
     const int64_t f = features_;
     if (packs_) return kGates * f * whole_vectors<T>(f) + (kConverts<T, S> ? kWidth * f : 0);
     int64_t size = dense_ && kConverts<T, S> ? kGates * f * f : 0;
-    for (const Layer<T, S>& layer : layers_) size += layer.prepared_size();
+    for (const Layer<T>& layer : layers_) size += layer.prepared_size();
     return size;
   }
   // take(elements) gives memory.
@@ -108,13 +109,13 @@ template <class T, class S> class Products {
         T* buffer = kConverts<T, S> ? take(features_ * features_) : nullptr;
         plain_.push_back(read_rows<T, S>(weight, 0, features_, features_, buffer));
       }
-    for (Layer<T, S>& layer : layers_) layer.prepare(take);
+    for (Layer<T>& layer : layers_) layer.prepare(take);
   }
 
   template <class Take> ProductMemory<T> make_memory(int64_t samples, Take&& take) const {
     ProductMemory<T> memory;
     int64_t scratch = 0;
-    for (const Layer<T, S>& layer : layers_) {
+    for (const Layer<T>& layer : layers_) {
       memory.states.push_back(layer.make_states(samples, false, take));
       scratch = std::max(scratch, layer.scratch_size());
     }
