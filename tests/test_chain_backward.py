@@ -168,6 +168,21 @@ def test_visits_are_right(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "batch", "arch"),
+    [((8,) * 4, 5, 90), ((4,) * 5, 9, 80), ((4, 8, 8, 8, 4), 3, 90), ((8, 8, 4, 8, 8), 2, 80)],
+    ids=str,
+)
+def test_many_small_factors_of_floats_are_right(
+    sizes: tuple[int, ...], batch: int, arch: int, emulator: Emulator
+) -> None:
+    """Neighbours of which are taken as one, by whichever families the planner takes."""
+    spec = kronecker(sizes, sizes)
+    found = planner.plan(all_gradients_of(spec), "float32", BATCHES[-1], dataclasses.replace(Gpu.of(arch), sms=2))
+    assert any(isinstance(p, FactorGradients) for p in found.passes)
+    check(spec, found, batch, emulator)
+
+
+@pytest.mark.parametrize(
     ("sizes", "rank", "dtype", "batch", "count", "shared"),
     [
         ((1, 16), 1, "float64", 5, 1, 232448),

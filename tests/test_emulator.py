@@ -34,7 +34,6 @@ from factorlayer.kernels.kronecker import (
     pair_cluster_backward,
     pair_few_backward,
     small_double_backward,
-    small_float_backward,
 )
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
@@ -1553,19 +1552,6 @@ def test_a_biass_gradient_by_a_cluster_of_its_own(
     emulator: Emulator,
 ) -> None:
     check_all_gradients_of(kronecker(*sizes), clusters_of(sizes, dtype, chosen, bias=True), batch, emulator)
-
-
-# Of four and five small weights and x at once: one size and several, one thread for a column or for two
-@pytest.mark.parametrize(
-    ("sizes", "batch"), [((8,) * 5, 3), ((8,) * 4, 5), ((4,) * 5, 9), ((8, 8, 4, 8, 8), 3)], ids=str
-)
-def test_all_gradients_of_small_factors_at_once(sizes: tuple[int, ...], batch: int, emulator: Emulator) -> None:
-    modes = tuple(Mode(((i, n, n),)) for i, n in enumerate(sizes))
-    few = small_float_backward.tile(modes, 1, "float32", LARGE, replace(Gpu.of(90), sms=2))
-    assert few is not None
-    spec = kronecker(sizes, sizes)
-    found = Plan(all_gradients_of(spec), "float32", LARGE, few.gpu, (few, Reduction(few)))
-    check_gradients_of_any(spec, found, batch, emulator)
 
 
 @pytest.mark.long

@@ -88,7 +88,6 @@ TRAINED = [
     ("kronecker", "64 60", 24, "float32"),
     ("kronecker", "128 128", 5, "tf32"),
     ("kronecker", "8 8 8 8 8", 4, "float32"),
-    ("kronecker", "4 4 4 4 4", 24, "float32"),
     ("kronecker", "8x9 8x9 8x9", 71, "float64"),
     ("kronecker", "4x3 3x4 8x9", 24, "float32"),
     ("kronecker", "3x2 12x16 32x24", 72, "bfloat16"),

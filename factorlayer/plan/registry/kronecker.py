@@ -23,7 +23,6 @@ from factorlayer.kernels.kronecker import (
     single_split_backward,
     small_double_backward,
     small_float,
-    small_float_backward,
     triple,
     warpgroups,
 )
@@ -233,13 +232,6 @@ OF_FACTORS = (
         (eights_backward.EightsBackward,),
         "small-factors",
         Takes(("float32",), ("copy_engine",), (5, 5), (8, 8)),
-    ),
-    Family(
-        "Gradients of four or five square factors of 4 or 8 in float",
-        small_float_backward.tile,
-        (small_float_backward.SmallFloatBackward,),
-        "small-factors",
-        Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
     ),
     Family(
         "Gradients of factors of up to 16 in double",
