@@ -305,7 +305,7 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
 @pytest.mark.long
 def test_kernels_times_are_predicted() -> None:
     """Of drawn layers, forward, on an H200, which ran these plans."""
-    seed, found = 311301, []
+    seed, found = 321401, []
     rows = {row["workload"]: row for row in json.loads((FOLDER / f"sweeps/cuda-{seed}.json").read_text())["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         if isinstance(workload, Block) or workload.name not in rows or len(workload.spec.in_factors) > 3:
@@ -315,7 +315,7 @@ def test_kernels_times_are_predicted() -> None:
         us = us_for(text, asked, Gpu(*LIMITS, MEMORY[605551]), class_of_batch(batch))(batch)
         found.append(us / rows[workload.name]["times"]["v3"]["forward"]["us"])
     assert len(found) > 100
-    assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= 0.8
+    assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= 0.83
     assert 0.9 < math.exp(sum(map(math.log, found)) / len(found)) < 1.1
 
 
@@ -342,7 +342,7 @@ def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has(waits: b
 class Everything(Fastest):
     """Leaves nothing out."""
 
-    def may_be(self, *_: object, **__: object) -> bool:
+    def may_take(self, *_: object, **__: object) -> bool:
         return True
 
 

@@ -314,6 +314,9 @@ class Sandwich:
 Stages = tuple[Stage | Sandwich, ...]
 
 
+MUCH_US = 1.0  # of a multiprocessor's traffic: as much takes half as long as any amount to be under way
+
+
 @dataclass(frozen=True)
 class TileUs:
     """What a pass takes whose groups of warps take tile after tile, in microseconds."""
@@ -322,10 +325,12 @@ class TileUs:
     alone: float = 0.0  # of a tile that nothing runs beside
     further: float = 0.0  # of a tile of each group, all beside one another
     beside: float = 0.0  # of weights before tiles, and of sums behind them
+    filled: float = 0.0  # until all of the traffic is under way, if there is much of it, and behind the last of it
 
     def of(self, tiles: int, groups: int, blocks: int, gpu: Gpu) -> float:
         """Of so many tiles, dealt to as many groups of each block."""
-        start = gpu.rates.behind_us + min(gpu.rates.ramp_us, self.memory * tiles / blocks)
+        traffic = self.memory * tiles / blocks
+        start = gpu.rates.behind_us + min(gpu.rates.ramp_us, traffic) + self.filled * traffic / (traffic + MUCH_US)
         whole, left = divmod(-(-tiles // blocks), groups)  # rounds of a block, and tiles of its last one
         last = max(min(self.alone, self.further), self.further * left / groups) if left else 0.0
         first = max(0.0, self.alone - self.further)  # that nothing hides of the first round

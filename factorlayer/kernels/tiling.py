@@ -13,6 +13,7 @@ from factorlayer.activations.functions import of_slope
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.resident import SCALE_BYTES, Resident, scales_of
 from factorlayer.kernels.stages import (
+    COPIED,
     LINE,
     SUM_REGISTERS,
     Layout,
@@ -28,7 +29,22 @@ from factorlayer.kernels.stages import (
     times_of_copies,
     together,
 )
-from factorlayer.kernels.timing import Fastest, most_of, predict, us_of_class, waits_of
+from factorlayer.kernels.tile_work import (
+    FILLED_WAITS,
+    FROM_MEMORY,
+    MEETING_CYCLES,
+    OF_COPY,
+    OF_STORED,
+    RUN_BYTES,
+    SECTOR_US,
+    SHORT_STORES,
+    WEIGHTS_RATE,
+    beside,
+    of_groups,
+    share_ahead,
+    work_of,
+)
+from factorlayer.kernels.timing import Fastest, most_of, us_of_class, waits_of
 from factorlayer.kernels.work import OF_TENSOR, Inputs, Mode, Work, round_up
 
 MOST_TILES = (32, 16, 8, 4)  # of 16 x 8 sums for a warp: fewer leave room for more warps
@@ -44,13 +60,11 @@ OF_PIECE, OF_HALF, OF_LINE = 2, 6, 2
 OF_SINGLE = 1  # more, for a sum that is converted and put down by itself, not together with its neighbour
 SECTOR = 32  # bytes of memory
 PART_US = 4e-3  # of a multiprocessor, for a part of a sector whose rest another tile stores: docs/kernels/resident.md
-SHORT_STORES = 0.4  # times memory's time, what stores of single sectors take more than of two: docs/kernels/resident.md
 IN_L2 = 16 << 20  # bytes of a result that L2 keeps until all its sectors are whole
 # Beside a warp's products, in machine code as well: for a sum of a stage whose sizes 8 does not divide, 16 bytes of
 # padding, and for that of a row.
 OF_ODD_SUM, OF_PADDING, OF_PADDED_ROW = 2, 8, 12
 WEIGHTS_AT_ONCE = 16  # numbers that a thread has asked for, before it waits
-WEIGHTS_RATE = 59e3  # bytes of weights that a multiprocessor loads in a microsecond, before tiles
 OF_LOADED = 16  # a warp's instructions for each, in machine code
 MOST_OF_THREADS = 36  # numbers of a weight that each thread has, in registers
 MOST_GROUPS = 32, 16  # of a block: of one warp, and of several
@@ -75,7 +89,7 @@ def _tile(work: Work, batch: int, gpu: Gpu) -> Resident | None:
 
 
 # What it is compared by, in microseconds, and fields of a Resident and of its TileUs
-Candidate = tuple[float, tuple[Any, ...], tuple[float, float, float, float]]
+Candidate = tuple[float, tuple[Any, ...], tuple[float, ...]]
 
 
 def candidates(work: Work, batch: int, gpu: Gpu, fastest: Fastest | None = None) -> Iterator[Candidate]:
@@ -152,37 +166,38 @@ def _tilings(
     unit_out *= made
     weights = sum(mode.p * mode.q // (1 if number else split) for number, (_, mode) in enumerate(work.steps))
     left = gpu.shared - terms * size * weights
-    beside = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
+    beside_bytes = MOST_BESIDE + (scales_of(work, terms) - SCALE_BYTES) * len(work.steps)
     per_sample = work.outer * -(-work.inner // chunk)
     total, most_units = batch * per_sample, math.ceil(most_of(batch) * per_sample)
     run = chunk * size if chunk < work.inner else 128
     same = 1 if work.apart else work.terms // made  # blocks that read one x, which L2 has for all but one
-    of_x = unit_in * shared_us(same, gpu)
+    of_x = unit_in * size * shared_us(same, gpu)
     of_y = unit_out * (1 + work.slope)  # with grad_y, which is read where results go
-    memory = (of_x + of_y / gpu.memory_bytes) * size * (1 + 11 / run)  # short runs cost more
-    parts = made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * PART_US
-    if not fastest.may_be(total, 1, blocks, memory, 0.0, 1, MOST_GROUPS[0], parts=parts):
+    stored_us = of_y * size / gpu.memory_bytes
+    filled = FILLED_WAITS * gpu.rates.wait_us
+    memory = FROM_MEMORY * (of_x + stored_us) * (1 + RUN_BYTES / run)  # short runs cost more
+    memory += made * parts_of_sectors(math.prod(states[-1]), chunk, work, batch) * SECTOR_US
+    if not fastest.may_take(total, 1, blocks, memory, memory):
         return
     copies = times_of_copies(copied_layout(work.steps[0], states[0], chunk, work.dtype), chunk % work.inner, size)
-    narrow = SHORT_STORES * of_y * size / gpu.memory_bytes  # more, where four lanes store a sector by itself
     functions = unit_out * of_slope(work.activation) if work.slope and work.dtype != "float64" else 0
+    if chunk == work.inner and split == 1 and not work.slope and work.lies_as_memory:
+        pieces = singles_of(unit_out, work)  # the result leaves by whole 16 bytes
+    else:
+        pieces = (1 + work.slope) * pieces_of(unit_out, work, chunk)
+    coming = pieces_of(unit_in, work, chunk, work.inputs)
+    of_unit = coming + OF_STORED * pieces + (OF_COPY * unit_in * size / COPIED if not coming else 0.0)
+    moved = (unit_in * copies + of_y) * size
     for warps in (1, 2, 4, 8, 16):
         units = units_of(unit, warps, total)
         if units * unit * size > left or (warps > 1 and work.rank == 1 and units * unit < warps * 128):
             continue
-        # Straight to memory, four lanes store a run as slowly as they would move it through shared memory.
-        move = units * (unit_in * copies + of_y) * size / gpu.shared_bytes
-        if chunk == work.inner and split == 1 and not work.slope and work.lies_as_memory:
-            pieces = singles_of(unit_out, work)  # the result leaves by whole 16 bytes
-        else:
-            pieces = (1 + work.slope) * pieces_of(unit_out, work, chunk)
-        pieces += pieces_of(unit_in, work, chunk, work.inputs)
-        move += units * (pieces / gpu.instructions + functions / gpu.rates.special_functions)
+        traffic, issued = units * memory, units * functions / gpu.rates.special_functions
         tiles = -(-total // units)
         wanted = max(1, -(-math.ceil(most_units / units) * blocks // gpu.sms))  # groups that all have a tile
         most_groups = min(MOST_GROUPS[warps > 1], wanted)
-        of_tile = units * memory, move, warps, most_groups
-        if not fastest.may_be(total, units, blocks, *of_tile, parts=units * parts):
+        least = beside(traffic, issued + units * of_unit / gpu.instructions, units * moved / gpu.shared_bytes)
+        if not fastest.may_take(total, units, blocks, least, traffic):
             continue
         seen: list[tuple[bool, Stages]] = []
         largest = MOST_TILES[0] + 1
@@ -197,15 +212,17 @@ def _tilings(
                 seen.append((in_place, stages))
                 fields = (work, stages, chunk, blocks, made, units, warps)
                 weight_bytes = sum(stage.weight_bytes for stage in stages) * terms
-                room = gpu.shared - beside - weight_bytes
+                room = gpu.shared - beside_bytes - weight_bytes
                 fit = min(most_groups, warps_that_fit(work, stages) // warps, room // stages[0].state_bytes)
                 if fit < 1:
                     continue
-                odd = are_odd(stages)
-                busy = {fit: _busy_us(stages, odd, move, work, made, warps, fit, gpu)}
-                of_tile = units * memory, busy[fit], warps, fit
+                of_stages = work_of(stages, warps, made, work, in_place, gpu)
+                instructions = of_stages.instructions + units * of_unit
+                on_chip = of_stages.products_us, (of_stages.shared + units * moved) / gpu.shared_bytes
+                waits = of_stages.cycles / gpu.rates.cycles
+                each = beside(traffic, issued + instructions / gpu.instructions, *on_chip)
                 begin = weight_bytes / WEIGHTS_RATE
-                if not fastest.may_be(total, units, blocks, *of_tile, waits=odd, parts=units * parts, begin=begin):
+                if not fastest.may_take(total, units, blocks, each, waits + traffic, begin):
                     continue
                 goes = not in_place and blocks * made == work.terms and _goes_straight(stages, chunk, work)
                 goes = goes and not work.slope  # grad_y lies where a result does
@@ -216,23 +233,25 @@ def _tilings(
                     groups = min(room // group, fit)
                     if groups < 1:
                         continue
-                    if groups not in busy:
-                        busy[groups] = _busy_us(stages, odd, move, work, made, warps, groups, gpu)
-                    barriers = (len(stages) * (2 if in_place else 1) + 2 - straight) * terms + work.slope
+                    # A tile meets for x, and for its result or what is beside that, too.
+                    meetings = (2 - straight) * terms + work.slope
+                    waits = (of_stages.cycles + MEETING_CYCLES * meetings) / gpu.rates.cycles
+                    narrow = straight and not last_of(stages).stores_widely
+                    of_memory = traffic + (SHORT_STORES * units * stored_us if narrow else 0.0)
+                    leaving = 0.0 if straight else OF_COPY * units * unit_out * size / COPIED
+                    each = beside(of_memory, issued + (instructions + leaving) / gpu.instructions, *on_chip)
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
-                    behind = sum(stage.time(warps, gpu) for stage in stages[1:]) if alone else 0.0
-                    behind += units * of_y / made * size / gpu.memory_bytes
+                    behind = units * stored_us / made + (of_stages.behind / gpu.rates.cycles if alone else 0.0)
                     beside_x = not straight and (work.slope or (not in_place and len(stages) % 2 == 1))
-                    ahead = min(1.0, behind / (units * of_x * size)) if alone or beside_x else 0.0
-                    many = warps, groups, 1.0 if slots > 1 else ahead, tiles, blocks, gpu
-                    stored = units * (parts + narrow * (straight and not last_of(stages).stores_widely))
-                    us, made_of = predict(units * memory, busy[groups], barriers, *many, waits=odd, parts=stored)
+                    ahead = share_ahead(behind, units * of_x, gpu) if alone or beside_x else 0.0
+                    of_tile = of_groups(each, waits, of_memory, 1.0 if slots > 1 else ahead, groups, gpu)
                     begin = weight_bytes / WEIGHTS_RATE + made * weights_us(work, 32 * warps * groups, gpu)
-                    us += begin
-                    of = TileUs(*made_of, begin), units, groups, blocks
+                    made_of = (of_memory, *of_tile, begin, filled)
+                    of = TileUs(*made_of), units, groups, blocks
+                    us = of[0].of(tiles, groups, max(gpu.sms // blocks, 1), gpu)
                     weight = us_of_class(batch, *of, total, gpu)
-                    yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), (*made_of, begin)
+                    yield weight, (*fields, groups, slots, in_place, alone, straight, gpu, us), made_of
 
 
 def copied_layout(step: tuple[int, Mode], sizes: Sequence[int], chunk: int, dtype: str) -> Layout:
@@ -280,28 +299,6 @@ def weights_us(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> f
             rounds += -(-elements // (threads * WEIGHTS_AT_ONCE)) - 1
             loaded += elements * len(mode.parts)
     return rounds * gpu.rates.wait_us + loaded * OF_LOADED / 32 / gpu.instructions
-
-
-def _products_us(stages: Stages, warps: int, made: int, rank: int, gpu: Gpu) -> float:
-    """Microseconds of a tile's stages: the last one of `rank` terms puts down their sum, for each state that is
-    made."""
-    *before, last = stages
-    us = rank * sum(stage.time(warps, gpu) for stage in before)
-    return made * (us + (last.time(warps, gpu, rank) if isinstance(last, Stage) else last.time(warps, gpu)))
-
-
-def _busy_us(stages: Stages, odd: bool, move: float, work: Work, made: int, warps: int, groups: int, gpu: Gpu) -> float:
-    """Of a tile's products and of what moves it, with the waits of so many groups where there are some."""
-    if not odd:
-        return _products_us(stages, warps, made, work.rank, gpu) + move
-    plain = [stage for stage in stages if isinstance(stage, Stage)]
-    return odd_us(plain, warps, groups, gpu, made, work.rank, work.held) + move * waits_of(groups * warps)
-
-
-def are_odd(stages: Stages) -> bool:
-    """Whether places are computed as the kernel runs, of one stage at least, which no sandwich does."""
-    plain = [stage for stage in stages if isinstance(stage, Stage)]
-    return len(plain) == len(stages) and any(stage.is_odd for stage in plain)
 
 
 def odd_us(

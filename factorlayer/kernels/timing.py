@@ -105,12 +105,16 @@ class Fastest:
         """Whether tiles of so many of `total` units may be faster, whose traffic and work, with the `waits` of so many
         groups of warps, take at least this. With fewer groups nothing is faster. A pass has its first tile, and those
         of the busiest multiprocessor."""
-        if self.us == math.inf:
-            return True
-        rates, most = self.gpu.rates, units * max(1, self.gpu.sms // blocks)
         alone = memory + busy * (1.0 if waits else slower_alone(warps))
         busy *= slower_together(groups * warps)
         each = max((memory + parts) / BUS, max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN))
-        start = rates.behind_us + begin
+        return self.may_take(total, units, blocks, each, alone, begin)
+
+    def may_take(self, total: int, units: int, blocks: int, each: float, alone: float, begin: float = 0.0) -> bool:
+        """The same of tiles that take at least `each` beside one another, and one by itself at least as long as
+        `alone`."""
+        if self.us == math.inf:
+            return True
+        most, start = units * max(1, self.gpu.sms // blocks), self.gpu.rates.behind_us + begin
         times = (start + max(alone, math.ceil(share * total / most) * each) for share in self.compared)
         return math.prod(times) < self.us ** len(self.compared)

@@ -1,0 +1,136 @@
+"""What a tile of a resident pass takes of a multiprocessor. All groups of warps share its matrix unit, instructions,
+shared memory and traffic; how long a group waits between a tile's first stage and its last, other groups hide.
+
+The numbers are fitted to 3086 tilings of 341 passes of drawn layers, in all dtypes, timed on an H200: 90 % are
+predicted within 30 %, and as many where they were left out of the fit (docs/kernels/resident.md).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.stages import INSTRUCTIONS, OF_COLUMN, OF_WEIGHT, Sandwich, Stage, Stages, last_of
+from factorlayer.kernels.work import Work, round_up
+
+# Instructions of a warp for 16 x 8 sums that are put down, and more where their places are odd; for a warp's tile; for
+# 16 bytes of padding, and for that of a row; for 16 bytes of each lane that are copied; times those of smaller pieces,
+# where these leave
+OF_SUMS, OF_ODD_SUMS, OF_TILE, OF_PADDING, OF_PADDED_ROW, OF_COPY, OF_STORED = 10.8, 10.0, 5.0, 16.0, 24.0, 8.4, 0.5
+# Cycles until a warp has made a k-step, a tile beside its steps, and 16 x 8 odd sums; those of an instruction of
+# threads that have all of a weight, and until all warps of a group have met
+STEP_CYCLES = {"float64": 17, "float32": 120, "tf32": 47, "bfloat16": 75, "float16": 75}
+TILE_CYCLES, ODD_CYCLES, THREAD_CYCLES, MEETING_CYCLES = 81, 69, 1.5, 172
+BIAS_CYCLES, BIAS_WORDS = 800, 16  # a wait for L2, and a lane's words of a bias that it asks for at once
+FROM_MEMORY = 0.79  # of memory's time, of which L2 takes over a part
+RUN_BYTES = 16  # bytes beside each run of memory that take as long as its own
+SECTOR_US, SHORT_STORES = 1.6e-3, 0.16  # of parts of sectors, and of stores of single ones: docs/kernels/resident.md
+FILLED_WAITS, WAITS = 1.6, 0.19  # times a wait for memory: for all traffic, and for what is not asked for ahead
+BESIDE = 0.17  # what adds to the longest of products, instructions, shared memory and traffic: of the others' time
+SHOWN = 0.41  # of a group's waits, which no other group hides
+WEIGHTS_RATE = 59e3  # bytes of weights that a multiprocessor loads in a microsecond, before tiles
+
+
+class TileWork(NamedTuple):
+    products_us: float  # of the matrix unit
+    instructions: float  # of warps
+    shared: float  # bytes that go through shared memory
+    cycles: float  # that a group waits
+    behind: float  # of these, behind its first stage
+
+
+def work_of(stages: Stages, warps: int, made: int, work: Work, in_place: bool, gpu: Gpu) -> TileWork:
+    """Of all stages. The last one of several terms puts down their sum, for each state that is `made`; x is padded
+    once, or each of the states that a tile has."""
+    last, meeting, rank = len(stages) - 1, MEETING_CYCLES * (2 if in_place else 1), work.rank
+    flops = instructions = shared = cycles = first = 0.0
+    for i, stage in enumerate(stages):
+        times, terms = (made, rank) if i == last else (made * rank, 1)
+        parts = _of_sandwich(stage, warps) if isinstance(stage, Sandwich) else _of(stage, warps, terms)
+        multiplied, issued, moved, waited = parts
+        flops += times * multiplied
+        instructions += times * issued + (made * rank if i else work.held) * _of_padding(stage)
+        shared += times * moved
+        cycles += times * waited + made * rank * meeting
+        first = first or cycles
+    if work.bias:
+        cycles += made * _waits_for_bias(last_of(stages), warps) * BIAS_CYCLES
+    return TileWork(flops / gpu.flops[work.dtype], instructions, shared, cycles, cycles - first)
+
+
+def _waits_for_bias(stage: Stage, warps: int) -> int:
+    """How often a warp waits for a bias: with each tile, for as much of it as registers have."""
+    if not stage.mt:
+        return 1
+    words = stage.mt * stage.nt * ELEMENT_BYTES[stage.dtype]
+    return -(-stage.tiles // warps) * -(-words // BIAS_WORDS)
+
+
+def beside(*times: float) -> float:
+    """Microseconds of what a multiprocessor does side by side."""
+    longest = max(times)
+    return longest + BESIDE * (sum(times) - longest)
+
+
+def of_groups(each: float, waits: float, traffic: float, ahead: float, groups: int, gpu: Gpu) -> tuple[float, float]:
+    """Microseconds of a tile that nothing runs beside, and of a tile of each group, as TileUs has them: of tiles that
+    take `each`, and `waits` of their group. `ahead` is the share of the traffic that is under way while the group works
+    on the tile before."""
+    one = waits + (1 - ahead) * (WAITS * gpu.rates.wait_us + traffic)
+    return waits + traffic, max(one, groups * each + SHOWN * one)
+
+
+def share_ahead(behind: float, of_x: float, gpu: Gpu) -> float:
+    """The share of a tile's traffic that comes while its group still does this."""
+    return min(1.0, behind / (WAITS * gpu.rates.wait_us + of_x))
+
+
+def _of(stage: Stage, warps: int, terms: int) -> tuple[float, float, float, float]:
+    """FLOPs, instructions, bytes and cycles of one stage; of several terms that are summed, products are made for
+    each."""
+    size, elements = ELEMENT_BYTES[stage.dtype], stage.rows * stage.inner
+    if not stage.mt:
+        wide = 2 if size == 2 and stage.inner % 2 == 0 else 1
+        rounds = -(-(elements // wide) // (32 * warps))
+        fma = stage.p * stage.q * wide * (2 if stage.dtype == "float64" else 1)
+        column = OF_COLUMN + terms * (stage.p * (1 + size % 4) + fma) + stage.q * (wide + 1)
+        each = rounds * column + terms * OF_WEIGHT * stage.p * stage.q
+        return 0.0, warps * each, elements * (terms * stage.p + stage.q) * size, THREAD_CYCLES * each
+    mt, nt, sums = stage.mt, stage.nt, stage.mt * stage.nt
+    rounds, k = -(-stage.tiles // warps), round_up(stage.p, 8)
+    steps = terms * -(-k // (16 if size == 2 else 8))
+    of_a, of_b, of_product = INSTRUCTIONS[stage.dtype]
+    multiplied = 2 * terms * rounds * warps * sums * 128 * k
+    issued: float = rounds * warps * (steps * (mt * of_a + nt * of_b + sums * of_product) + OF_SUMS * sums + OF_TILE)
+    moved: float = (terms * stage.tiles * (16 * mt + 8 * nt) * k + elements * stage.q) * size
+    waited: float = rounds * (steps * STEP_CYCLES[stage.dtype] + TILE_CYCLES)
+    if stage.is_odd:
+        issued += OF_ODD_SUMS * sums * stage.tiles
+        waited += ODD_CYCLES * sums * stage.tiles / warps
+    return multiplied, issued, moved, waited
+
+
+def _of_sandwich(pair: Sandwich, warps: int) -> tuple[float, float, float, float]:
+    """The same of two stages at one visit, the first one some columns at a time."""
+    a, b = pair.first, pair.second
+    size, width = ELEMENT_BYTES[a.dtype], 16 if ELEMENT_BYTES[a.dtype] == 2 else 8
+    rounds, k, chunks = -(-pair.tiles // warps), round_up(a.p, 8), a.inner // (8 * a.nt)
+    of_a, of_b, of_product = INSTRUCTIONS[a.dtype]
+    multiplied = 2 * rounds * warps * 16 * a.mt * a.inner * (k + 8 * b.nt)
+    first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
+    second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
+    issued = rounds * warps * (first + second + OF_SUMS * b.mt * b.nt + OF_TILE)
+    read = pair.tiles * (k * a.inner + chunks * 16 * a.mt * k + a.inner * 8 * b.nt)
+    waited = rounds * ((chunks * k + a.inner) / width * STEP_CYCLES[a.dtype] + TILE_CYCLES)
+    return multiplied, issued, (read + a.rows * a.q * b.q) * size, waited
+
+
+def _of_padding(stage: Stage | Sandwich) -> float:
+    """Instructions of warps that pad the state which a stage reads."""
+    if isinstance(stage, Sandwich):
+        return 0.0
+    rows = stage.rows * (round_up(stage.p, 8) > stage.p)
+    if stage.by_rows:
+        return rows * OF_PADDED_ROW / 32
+    padding = (stage.padded - stage.p) * stage.layout.step
+    return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
