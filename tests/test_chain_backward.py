@@ -303,7 +303,12 @@ def test_gradients_of_large_weights_may_be_passes_of_their_own(
 
 @pytest.mark.parametrize(
     ("sizes_in", "sizes_out", "dtype"),
-    [((2, 160), (2, 144), "bfloat16"), ((2, 96, 2), (2, 80, 2), "float32"), ((2, 64), (2, 72), "float64")],
+    [
+        ((2, 160), (2, 144), "bfloat16"),
+        ((2, 128), (2, 112), "float32"),
+        ((2, 160, 3), (2, 144, 3), "tf32"),
+        ((2, 64), (2, 72), "float64"),
+    ],
     ids=str,
 )
 def test_blocks_have_parts_of_a_weight_that_goes_back(

@@ -369,7 +369,7 @@ def test_why_they_are_concatenated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     none = -1  # a device that nobody else asks for
     for spec, inputs, forward, backward in (
         (kronecker((32, 32), (32, 32)), (1000, 24), None, None),
-        (kronecker((31, 33), (31, 33)), (1000, 23), "are predicted to take", "are predicted to take"),
+        (kronecker((33, 33), (33, 33)), (1000, 89), "are predicted to take", "are predicted to take"),
         (monarch((32, 32), (32, 32)), (512, 512), None, "no plan for all gradients"),
     ):
         text = input_ops.of_inputs(Chain.of(spec, True, "relu"), inputs).text

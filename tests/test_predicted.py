@@ -29,7 +29,9 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product import wide
 from factorlayer.kernels.product.streamed import products, tile
 from factorlayer.kernels.stages import Stage
+from factorlayer.kernels.tile_work import work_of
 from factorlayer.kernels.timing import Fastest, predict, waits_of
+from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.models.times import plan_us
@@ -322,10 +324,12 @@ def test_kernels_times_are_predicted() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_terms_that_are_summed_are_put_down_once(dtype: str) -> None:
     """Their products are made for each."""
+    gpu, one = Gpu(*LIMITS), Work(8, (15,), 15, ((0, Mode(((0, 15, 15),))),), dtype)
     for stage in (Stage(15, 15, 1, 64, 1, 2, dtype), Stage(9, 9, 15, 8, 1, 2, dtype), Stage(3, 3, 9, 64, 0, 0, dtype)):
-        (multiply, *once), (all_products, *of_three) = stage.parts(4, Gpu(*LIMITS)), stage.parts(4, Gpu(*LIMITS), 3)
-        assert all_products == pytest.approx(3 * multiply)
-        assert all(a < b < 3 * a for a, b in zip(once, of_three, strict=True))
+        once, of_three = (work_of((stage,), 4, 1, replace(one, rank=rank), False, gpu) for rank in (1, 3))
+        assert of_three.products_us == pytest.approx(3 * once.products_us)
+        assert once.instructions < of_three.instructions < 3 * once.instructions
+        assert once.shared < of_three.shared < 3 * once.shared
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -200,11 +200,8 @@ class Stage:
     def result_bytes(self) -> int:
         return round_up(self.rows * self.result_layout.row * ELEMENT_BYTES[self.dtype], 128)
 
-    def time(self, warps: int, gpu: Gpu, terms: int = 1) -> float:
-        return together(*self.parts(warps, gpu, terms))
-
-    def parts(self, warps: int, gpu: Gpu, terms: int = 1) -> tuple[float, float, float]:
-        return stage_parts(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu, terms)
+    def parts(self, warps: int, gpu: Gpu) -> tuple[float, float, float]:
+        return stage_parts(self.p, self.q, self.inner, self.rows, self.mt, self.nt, self.dtype, warps, gpu)
 
 
 def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu) -> float:
@@ -213,34 +210,33 @@ def stage_us(p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str
 
 
 def stage_parts(
-    p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu, terms: int = 1
+    p: int, q: int, inner: int, rows: int, mt: int, nt: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
-    """Microseconds of multiplying, moving and issuing among those. Of several terms that are summed, products are made
-    for each, and sums are put down once."""
+    """Microseconds of multiplying, moving and issuing among those."""
     if not mt:
-        return _parts_of_threads(p, q, inner, rows, dtype, warps, gpu, terms)
+        return _parts_of_threads(p, q, inner, rows, dtype, warps, gpu)
     tiles = -(-(rows if inner == 1 else q) // (16 * mt)) * tiles_across(q, inner, rows, nt)
     shares = -(-tiles // warps) * warps  # some warps may have nothing to do in the last round
     k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
-    multiply = 2 * terms * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
-    move = (terms * tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
+    multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
+    move = (tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
     of_a, of_b, of_product = INSTRUCTIONS[dtype]
     inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
-    issue = shares * (terms * inner_loop + 8 * mt * nt + 40) / gpu.instructions
+    issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
     return multiply, move, issue
 
 
 def _parts_of_threads(
-    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu, terms: int
+    p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
     """Microseconds of a stage by threads likewise: two columns at a time where they are pairs of 16 bits."""
     size = ELEMENT_BYTES[dtype]
     wide = 2 if size == 2 and inner % 2 == 0 else 1
     rounds = -(-(rows * inner // wide) // (32 * warps)) * warps
     fma = p * q * wide * (2 if dtype == "float64" else 1)
-    each = OF_COLUMN + terms * (p * (1 + size % 4) + fma) + q * (wide + 1)
-    issue = (rounds * each + terms * warps * OF_WEIGHT * p * q) / gpu.instructions
-    return 0.0, rows * inner * (terms * p + q) * size / gpu.shared_bytes, issue
+    each = OF_COLUMN + p * (1 + size % 4) + fma + q * (wide + 1)
+    issue = (rounds * each + warps * OF_WEIGHT * p * q) / gpu.instructions
+    return 0.0, rows * inner * (p + q) * size / gpu.shared_bytes, issue
 
 
 def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:

@@ -49,7 +49,9 @@ def work_of(stages: Stages, warps: int, made: int, work: Work, in_place: bool, g
         parts = _of_sandwich(stage, warps) if isinstance(stage, Sandwich) else _of(stage, warps, terms)
         multiplied, issued, moved, waited = parts
         flops += times * multiplied
-        instructions += times * issued + (made * rank if i else work.held) * _of_padding(stage)
+        instructions += times * issued
+        if isinstance(stage, Stage):
+            instructions += (made * rank if i else work.held) * padding_of(stage, OF_PADDING, OF_PADDED_ROW)
         shared += times * moved
         cycles += times * waited + made * rank * meeting
         first = first or cycles
@@ -125,12 +127,10 @@ def _of_sandwich(pair: Sandwich, warps: int) -> tuple[float, float, float, float
     return multiplied, issued, (read + a.rows * a.q * b.q) * size, waited
 
 
-def _of_padding(stage: Stage | Sandwich) -> float:
-    """Instructions of warps that pad the state which a stage reads."""
-    if isinstance(stage, Sandwich):
-        return 0.0
+def padding_of(stage: Stage, each: float, of_row: float) -> float:
+    """Instructions of warps that pad the state which a stage reads, of so many for each 16 bytes, or for a row."""
     rows = stage.rows * (round_up(stage.p, 8) > stage.p)
     if stage.by_rows:
-        return rows * OF_PADDED_ROW / 32
+        return rows * of_row / 32
     padding = (stage.padded - stage.p) * stage.layout.step
-    return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
+    return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * each / 32

@@ -41,6 +41,7 @@ from factorlayer.kernels.tile_work import (
     WEIGHTS_RATE,
     beside,
     of_groups,
+    padding_of,
     share_ahead,
     work_of,
 )
@@ -301,34 +302,17 @@ def weights_us(work: Work, threads: int, gpu: Gpu, both_ways: bool = False) -> f
     return rounds * gpu.rates.wait_us + loaded * OF_LOADED / 32 / gpu.instructions
 
 
-def odd_us(
-    stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu, made: int = 1, rank: int = 1, held: int = 1
-) -> float:
-    """The same where places are computed as the kernel runs: then what is issued is most of it. x is padded once, or
-    each of the states that are `held`."""
+def odd_us(stages: Sequence[Stage], warps: int, groups: int, gpu: Gpu) -> float:
+    """Microseconds of a tile's stages whose places are computed as the kernel runs: then what is issued is most of it,
+    and waits with that of so many groups."""
     waits = waits_of(groups * warps)
-    last = len(stages) - 1
     products = issued = 0.0
-    for i, stage in enumerate(stages):
-        times, terms = (made, rank) if i == last else (made * rank, 1)
-        multiply, move, issue = stage.parts(warps, gpu, terms)
-        products += times * together(multiply, move, issue * waits)
-        issued += times * of_odd_sums(stage) + (made * rank if i else held) * of_padding(stage)
+    for stage in stages:
+        multiply, move, issue = stage.parts(warps, gpu)
+        products += together(multiply, move, issue * waits)
+        issued += OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0.0
+        issued += padding_of(stage, OF_PADDING, OF_PADDED_ROW)
     return products + waits * issued / gpu.instructions
-
-
-def of_odd_sums(stage: Stage) -> float:
-    """Instructions of warps for places of odd sums."""
-    return OF_ODD_SUM * 4 * stage.mt * stage.nt * stage.tiles if stage.is_odd else 0.0
-
-
-def of_padding(stage: Stage) -> float:
-    """Instructions of warps that pad the state which a stage reads."""
-    rows = stage.rows * (round_up(stage.p, 8) > stage.p)
-    if stage.by_rows:
-        return rows * OF_PADDED_ROW / 32
-    padding = (stage.padded - stage.p) * stage.layout.step
-    return rows * padding * ELEMENT_BYTES[stage.dtype] / 16 * OF_PADDING / 32
 
 
 def pieces_of(elements: int, work: Work, chunk: int, inputs: Inputs | None = None) -> float:
