@@ -680,7 +680,7 @@ def test_modes_may_have_a_single_element(case: Case, emulator: Emulator) -> None
     ("case", "how"),
     [
         (Case(kronecker((15, 7), (9, 13)), "bfloat16", 37, LARGE), "rows"),
-        (Case(kronecker((5, 31), (5, 27)), "float16", 19, LARGE, activation=LEARNED), "columns"),
+        (Case(kronecker((9, 31), (9, 27)), "float16", 19, LARGE, activation=LEARNED), "columns"),
         (Case(kronecker((2, 45), (3, 45)), "float16", 11, LARGE), "threads"),
         (Case(kronecker((3, 17), (3, 19)), "float32", 70, LARGE), "rows"),
         (Case(kronecker((60, 11, 13), (60, 11, 13), rank=3), "float16", 3, LARGE), "columns"),
@@ -2583,7 +2583,7 @@ FENCE_OF_SLABS = "if constexpr (!kPrepares) fence_copy_engine();  // or those wh
 EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
-STRIPS_IN_TURN = Case(kronecker((128, 64), (128, 64)), "float64", 1, SMALL)
+STRIPS_IN_TURN = Case(kronecker((96, 128), (96, 128)), "float64", 1, SMALL)
 FEW = Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1)
 # What breaks a kernel, and what the emulator says of it
 PLANTED = {
