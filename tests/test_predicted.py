@@ -332,13 +332,12 @@ def test_terms_that_are_summed_are_put_down_once(dtype: str) -> None:
         assert once.shared < of_three.shared < 3 * once.shared
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has(waits: bool) -> None:
+def test_a_tile_by_itself_takes_as_long_however_many_groups_a_block_has() -> None:
     """What others hide beside one another, nothing hides of it."""
     made = {}
     for groups in (4, 16):
-        busy = waits_of(2 * groups) if waits else 1.0  # times those instructions take
-        made[groups] = predict(0.5, busy, 3, 2, groups, 0.0, 1, 1, Gpu(*LIMITS), waits)[0]
+        busy = waits_of(2 * groups)  # times those instructions take
+        made[groups] = predict(0.5, busy, 3, 2, groups, 0.0, 1, 1, Gpu(*LIMITS))[0]
     assert made[4] == pytest.approx(made[16])
     assert waits_of(2) > 2 * waits_of(8)
 

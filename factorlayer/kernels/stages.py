@@ -220,23 +220,38 @@ def stage_parts(
     k, size = p + 7 & ~7, ELEMENT_BYTES[dtype]
     multiply = 2 * shares * (16 * mt * 8 * nt) * k / gpu.flops[dtype]
     move = (tiles * (16 * mt + 8 * nt) * k + rows * q * inner) * size / gpu.shared_bytes
-    of_a, of_b, of_product = INSTRUCTIONS[dtype]
-    inner_loop = -(-k // (16 if size == 2 else 8)) * (mt * of_a + nt * of_b + mt * nt * of_product)
-    issue = shares * (inner_loop + 8 * mt * nt + 40) / gpu.instructions
+    issue = shares * (steps_of(p, dtype) * of_step(mt, nt, dtype) + 8 * mt * nt + 40) / gpu.instructions
     return multiply, move, issue
+
+
+def steps_of(p: int, dtype: str) -> int:
+    """Of the matrix unit, along p."""
+    return -(-(p + 7 & ~7) // (16 if ELEMENT_BYTES[dtype] == 2 else 8))
+
+
+def of_step(mt: int, nt: int, dtype: str) -> float:
+    """Instructions of a warp for a k-step of its tile."""
+    of_a, of_b, of_product = INSTRUCTIONS[dtype]
+    return mt * of_a + nt * of_b + mt * nt * of_product
 
 
 def _parts_of_threads(
     p: int, q: int, inner: int, rows: int, dtype: str, warps: int, gpu: Gpu
 ) -> tuple[float, float, float]:
-    """Microseconds of a stage by threads likewise: two columns at a time where they are pairs of 16 bits."""
+    """Microseconds of a stage by threads likewise."""
+    issue = warps * of_threads(p, q, inner, rows, dtype, warps) / gpu.instructions
+    return 0.0, rows * inner * (p + q) * ELEMENT_BYTES[dtype] / gpu.shared_bytes, issue
+
+
+def of_threads(p: int, q: int, inner: int, rows: int, dtype: str, warps: int, terms: int = 1) -> int:
+    """Instructions of each warp for a stage by threads, of several terms that are summed: two columns at a time where
+    they are pairs of 16 bits."""
     size = ELEMENT_BYTES[dtype]
     wide = 2 if size == 2 and inner % 2 == 0 else 1
-    rounds = -(-(rows * inner // wide) // (32 * warps)) * warps
+    rounds = -(-(rows * inner // wide) // (32 * warps))
     fma = p * q * wide * (2 if dtype == "float64" else 1)
-    each = OF_COLUMN + p * (1 + size % 4) + fma + q * (wide + 1)
-    issue = (rounds * each + warps * OF_WEIGHT * p * q) / gpu.instructions
-    return 0.0, rows * inner * (p + q) * size / gpu.shared_bytes, issue
+    column = OF_COLUMN + terms * (p * (1 + size % 4) + fma) + q * (wide + 1)
+    return rounds * column + terms * OF_WEIGHT * p * q
 
 
 def tiles_across(q: int, inner: int, rows: int, nt: int) -> int:
@@ -290,21 +305,22 @@ class Sandwich:
         return f"[{self.first}, {self.second}]"
 
     def time(self, warps: int, gpu: Gpu) -> float:
+        flops, issued, moved = self.counted(warps)
+        shares = -(-self.tiles // warps) * warps
+        issue = shares * (issued + 8 * self.second.mt * self.second.nt + 40) / gpu.instructions
+        return together(flops / gpu.flops[self.first.dtype], moved / gpu.shared_bytes, issue)
+
+    def counted(self, warps: int) -> tuple[float, float, float]:
+        """FLOPs, instructions of a warp for the steps of its tile, and bytes."""
         a, b = self.first, self.second
-        rounds = -(-self.tiles // warps)
-        rows = 16 * a.mt
-        k = round_up(a.p, 8)
-        multiply = 2 * rounds * warps * rows * a.inner * (k + 8 * b.nt) / gpu.flops[a.dtype]
-        size = ELEMENT_BYTES[a.dtype]
-        chunks = a.inner // (8 * a.nt)
-        read = self.tiles * (k * a.inner + chunks * rows * k + a.inner * 8 * b.nt) * size
-        move = (read + a.rows * a.q * b.q * size) / gpu.shared_bytes
-        of_a, of_b, of_product = INSTRUCTIONS[a.dtype]
+        rows, k, size, chunks = 16 * a.mt, round_up(a.p, 8), ELEMENT_BYTES[a.dtype], a.inner // (8 * a.nt)
+        _, of_b, of_product = INSTRUCTIONS[a.dtype]
         width = 16 if size == 2 else 8
-        first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
+        first = k / width * of_step(a.mt, a.nt, a.dtype) * chunks
         second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
-        issue = rounds * warps * (first + second + 8 * b.mt * b.nt + 40) / gpu.instructions
-        return together(multiply, move, issue)
+        read = self.tiles * (k * a.inner + chunks * rows * k + a.inner * 8 * b.nt)
+        flops = 2 * -(-self.tiles // warps) * warps * rows * a.inner * (k + 8 * b.nt)
+        return flops, first + second, (read + a.rows * a.q * b.q) * size
 
 
 Stages = tuple[Stage | Sandwich, ...]

@@ -1,7 +1,7 @@
 """What a tile of a resident pass takes of a multiprocessor. All groups of warps share its matrix unit, instructions,
 shared memory and traffic; how long a group waits between a tile's first stage and its last, other groups hide.
 
-The numbers are fitted to 3086 tilings of 341 passes of drawn layers, in all dtypes, timed on an H200: 90 % are
+The numbers are fitted to 3086 tilings of 341 passes of drawn layers, in all dtypes, timed on an H200: 89 % are
 predicted within 30 %, and as many where they were left out of the fit (docs/kernels/resident.md).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.stages import INSTRUCTIONS, OF_COLUMN, OF_WEIGHT, Sandwich, Stage, Stages, last_of
+from factorlayer.kernels.stages import Sandwich, Stage, Stages, last_of, of_step, of_threads, steps_of
 from factorlayer.kernels.work import Work, round_up
 
 # Instructions of a warp for 16 x 8 sums that are put down, and more where their places are odd; for a warp's tile; for
@@ -92,18 +92,13 @@ def _of(stage: Stage, warps: int, terms: int) -> tuple[float, float, float, floa
     each."""
     size, elements = ELEMENT_BYTES[stage.dtype], stage.rows * stage.inner
     if not stage.mt:
-        wide = 2 if size == 2 and stage.inner % 2 == 0 else 1
-        rounds = -(-(elements // wide) // (32 * warps))
-        fma = stage.p * stage.q * wide * (2 if stage.dtype == "float64" else 1)
-        column = OF_COLUMN + terms * (stage.p * (1 + size % 4) + fma) + stage.q * (wide + 1)
-        each = rounds * column + terms * OF_WEIGHT * stage.p * stage.q
+        each = of_threads(stage.p, stage.q, stage.inner, stage.rows, stage.dtype, warps, terms)
         return 0.0, warps * each, elements * (terms * stage.p + stage.q) * size, THREAD_CYCLES * each
     mt, nt, sums = stage.mt, stage.nt, stage.mt * stage.nt
     rounds, k = -(-stage.tiles // warps), round_up(stage.p, 8)
-    steps = terms * -(-k // (16 if size == 2 else 8))
-    of_a, of_b, of_product = INSTRUCTIONS[stage.dtype]
+    steps = terms * steps_of(stage.p, stage.dtype)
     multiplied = 2 * terms * rounds * warps * sums * 128 * k
-    issued: float = rounds * warps * (steps * (mt * of_a + nt * of_b + sums * of_product) + OF_SUMS * sums + OF_TILE)
+    issued: float = rounds * warps * (steps * of_step(mt, nt, stage.dtype) + OF_SUMS * sums + OF_TILE)
     moved: float = (terms * stage.tiles * (16 * mt + 8 * nt) * k + elements * stage.q) * size
     waited: float = rounds * (steps * STEP_CYCLES[stage.dtype] + TILE_CYCLES)
     if stage.is_odd:
@@ -114,17 +109,12 @@ def _of(stage: Stage, warps: int, terms: int) -> tuple[float, float, float, floa
 
 def _of_sandwich(pair: Sandwich, warps: int) -> tuple[float, float, float, float]:
     """The same of two stages at one visit, the first one some columns at a time."""
-    a, b = pair.first, pair.second
-    size, width = ELEMENT_BYTES[a.dtype], 16 if ELEMENT_BYTES[a.dtype] == 2 else 8
-    rounds, k, chunks = -(-pair.tiles // warps), round_up(a.p, 8), a.inner // (8 * a.nt)
-    of_a, of_b, of_product = INSTRUCTIONS[a.dtype]
-    multiplied = 2 * rounds * warps * 16 * a.mt * a.inner * (k + 8 * b.nt)
-    first = k / width * (a.mt * of_a + a.nt * of_b + a.mt * a.nt * of_product) * chunks
-    second = a.inner / width * (a.mt * 4 + b.nt * of_b + b.mt * b.nt * of_product)
-    issued = rounds * warps * (first + second + OF_SUMS * b.mt * b.nt + OF_TILE)
-    read = pair.tiles * (k * a.inner + chunks * 16 * a.mt * k + a.inner * 8 * b.nt)
-    waited = rounds * ((chunks * k + a.inner) / width * STEP_CYCLES[a.dtype] + TILE_CYCLES)
-    return multiplied, issued, (read + a.rows * a.q * b.q) * size, waited
+    a, b, rounds = pair.first, pair.second, -(-pair.tiles // warps)
+    multiplied, of_steps, moved = pair.counted(warps)
+    issued = rounds * warps * (of_steps + OF_SUMS * b.mt * b.nt + OF_TILE)
+    width, chunks = 16 if ELEMENT_BYTES[a.dtype] == 2 else 8, a.inner // (8 * a.nt)
+    waited = rounds * ((chunks * round_up(a.p, 8) + a.inner) / width * STEP_CYCLES[a.dtype] + TILE_CYCLES)
+    return multiplied, issued, moved, waited
 
 
 def padding_of(stage: Stage, each: float, of_row: float) -> float:

@@ -26,13 +26,8 @@ def waits_of(warps: int) -> float:
     return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
 
 
-def slower_alone(warps: int) -> float:
-    """Times what a group's work takes with nothing beside it."""
-    return (1 + 2 / warps) * max(1.0, 4 / warps)
-
-
 def slower_together(warps: int) -> float:
-    """The same with so many warps on the multiprocessor."""
+    """Times what a group's work takes with so many warps on the multiprocessor."""
     return 1 + 2 / warps
 
 
@@ -46,15 +41,14 @@ def predict(
     tiles: int,
     split: int,
     gpu: Gpu,
-    waits: bool = False,
     parts: float = 0.0,
 ) -> tuple[float, tuple[float, float, float]]:
     """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
     its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
-    while the group works on the tile before. The work may have the `waits` of all warps in it already: those of one
-    group by itself are longer. `parts` of sectors that a tile stores take memory's time, which nobody waits for."""
+    while the group works on the tile before. The work has the waits of all warps in it already: those of one group by
+    itself are longer. `parts` of sectors that a tile stores take memory's time, which nobody waits for."""
     blocks = max(gpu.sms // split, 1)
-    slower = waits_of(warps) / waits_of(groups * warps) if waits else slower_alone(warps)
+    slower = waits_of(warps) / waits_of(groups * warps)
     alone = memory + busy * slower + barriers * gpu.rates.sync_us
     busy *= slower_together(groups * warps)
     overlapped = groups * (max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
@@ -98,15 +92,13 @@ class Fastest:
         busy: float,
         warps: int,
         groups: int,
-        waits: bool = False,
         parts: float = 0.0,
         begin: float = 0.0,
     ) -> bool:
-        """Whether tiles of so many of `total` units may be faster, whose traffic and work, with the `waits` of so many
+        """Whether tiles of so many of `total` units may be faster, whose traffic and work, with the waits of so many
         groups of warps, take at least this. With fewer groups nothing is faster. A pass has its first tile, and those
         of the busiest multiprocessor."""
-        alone = memory + busy * (1.0 if waits else slower_alone(warps))
-        busy *= slower_together(groups * warps)
+        alone, busy = memory + busy, busy * slower_together(groups * warps)
         each = max((memory + parts) / BUS, max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN))
         return self.may_take(total, units, blocks, each, alone, begin)
 

@@ -389,7 +389,7 @@ def _us(plan: StackBackward, groups: int, slots: int, tiles: int) -> tuple[float
         busy += FUNCTIONS * units * sum(functions) / gpu.rates.special_functions
     barriers = 3 * len(plan.layers) + plan.steepens + 2
     many = warps, groups, slots > 1, tiles, 1, gpu
-    us, of_tile = predict(moved / gpu.memory_bytes, busy, barriers, *many, True)
+    us, of_tile = predict(moved / gpu.memory_bytes, busy, barriers, *many)
     by_registers = (a * b for a, b in itertools.pairwise(widths) if a * plan.size % 4)
     rounds = sum(-(-elements // (32 * warps * groups * WEIGHTS_AT_ONCE)) - 1 for elements in by_registers)
     sums = 32 * warps * sum(d.sums for d in plan.learned) * bytes_of_sum
