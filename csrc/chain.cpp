@@ -107,23 +107,34 @@ static int numbers_behind(const std::string& name) {
   return -1;
 }
 
-// The features of each tensor that x consists of.
-static std::vector<int64_t> parse_inputs(Words& words) {
-  std::vector<int64_t> inputs;
-  for (int64_t features = 0; !words.at_end(); inputs.push_back(features)) {
+// The features of each tensor that "inputs" or "kept" names.
+static std::vector<int64_t> parse_tensors(const std::string& name, Words& words) {
+  const size_t most = name == "inputs" ? kMostInputs : kMostKept;
+  std::vector<int64_t> tensors;
+  for (int64_t features = 0; !words.at_end(); tensors.push_back(features)) {
     words >> features;
-    if (!words || features < 1 || features > kMostElements || inputs.size() == kMostInputs)
-      throw std::invalid_argument("\"inputs\" needs positive sizes that memory can hold, " + std::to_string(kMostInputs) + " at most");
+    if (!words || features < 1 || features > kMostElements || tensors.size() == most)
+      throw std::invalid_argument("\"" + name + "\" needs positive sizes that memory can hold, " + std::to_string(most) + " at most");
   }
-  if (inputs.empty()) throw std::invalid_argument("\"inputs\" needs the features of each");
-  return inputs;
+  if (tensors.empty()) throw std::invalid_argument("\"" + name + "\" needs the features of each");
+  return tensors;
+}
+
+static bool names_tensors(const std::string& name) { return name == "inputs" || name == "kept"; }
+
+// Whether a chain may keep states: a Kronecker product, with a bias at most, or all its gradients without the bias's.
+static bool may_keep(const Chain& chain, bool has_activation) {
+  const auto is_tied = [](const Contraction& c) { return c.tied; };
+  const bool is_plain = chain.inputs.empty() && !has_activation && !chain.turned && !chain.mixed && !chain.gradient;
+  return is_plain && chain.contractions.size() > 1 && std::all_of(chain.contractions.begin(), chain.contractions.end(), is_tied) &&
+         !(chain.backward && chain.bias);
 }
 
 static void check_stage(const std::string& stage) {
   Words words(stage);
   const std::string name = words.next();
-  if (name == "inputs") {
-    parse_inputs(words);
+  if (names_tensors(name)) {
+    parse_tensors(name, words);
     return;
   }
   const int numbers = std::max(0, numbers_behind(name));
@@ -216,6 +227,7 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 //     one gradient   [turned] a contraction [bias, of a dense layer] gradient [mixed]
 //     all gradients  [inputs] [rank] contractions [bias, without a rank] backward, and without a bias [turn] [mixed]; of one
 //                    contraction also [turned] before it and [slabs] behind all; of two untied ones also [few]
+//     kept states    [rank] tied contractions [bias] kept, and [rank] tied contractions backward kept
 //     a slope        a layer that ends in an activation, slope or, without a bias, through, [sums]
 //     no product     an activation, slope or through, [sums] [turn]; sums [turn]; turn [mixed]
 static Chain parse(const std::string& text) {
@@ -227,11 +239,13 @@ static Chain parse(const std::string& text) {
     Words words(stage);
     const std::string name = words.next();
     const bool last = chain.slope || chain.through || chain.sums;  // but for these
-    if (chain.tf32 || (last && name != "sums" && name != "turn" && name != "tf32"))
+    if (chain.tf32 || (!chain.kept.empty() && name != "tf32") || (last && name != "sums" && name != "turn" && name != "tf32"))
       throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {
-      chain.inputs = parse_inputs(words);
+      chain.inputs = parse_tensors(name, words);
+    } else if (name == "kept" && may_keep(chain, has_activation)) {
+      chain.kept = parse_tensors(name, words);
     } else if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
       chain.tf32 = true;
     } else if (name == "turned" && chain.contractions.empty() && !chain.x_turned) {

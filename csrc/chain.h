@@ -13,6 +13,8 @@
 //     bias           behind the contractions
 //     NAME           an activation that has a name; or a program (expression.h), whose parameters are weights behind those of the
 //                    contractions
+//     kept a b ..    behind tied contractions and a bias, or behind "backward": states of so many features lie between passes, those of
+//                    all terms, and stay: a layer makes them beside y, and gradients are given them
 //     tf32           at the end: float32 products may be rounded to TensorFloat-32, which kernels of a CPU never do
 //
 // Stages by which a chain makes a gradient in the place of y:
@@ -51,6 +53,7 @@ constexpr size_t kMostText = size_t(1) << 22;  // bytes
 constexpr size_t kMostContractions = 4096;     // of a chain
 constexpr size_t kMostLayers = 4096;           // of a stack
 constexpr size_t kMostInputs = 4096;           // tensors that x is
+constexpr size_t kMostKept = 3;                // states between passes
 constexpr int64_t kMostElements = int64_t(1) << 48;  // of a tensor or state: few enough that no offset into memory overflows
 
 struct Contraction {
@@ -62,6 +65,7 @@ struct Contraction {
 
 struct Chain {
   std::vector<int64_t> inputs;  // features of each tensor that x is, if it is several
+  std::vector<int64_t> kept;    // features of each state that y comes with, or gradients are made of
   std::vector<Contraction> contractions;
   int64_t rank = 1;
   bool bias = false;
@@ -75,7 +79,7 @@ struct Chain {
   int64_t through = 0;  // the same, of what has been activated before
   int64_t sums = 0;     // features, if their sums over the samples are made, alone or beside a gradient
 
-  bool makes_y() const { return !(gradient || backward || slope || through || sums); }  // and no gradient
+  bool makes_y() const { return !(gradient || backward || slope || through || sums) && kept.empty(); }  // and nothing else
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;

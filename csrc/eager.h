@@ -23,12 +23,25 @@ struct Given {
   bool is_float_on_gpu() const { return device_type == 2 && code == 2 && bits == 32; }
 };
 
-// The y of a chain or a stack; null if the raw op has to make it. The tensors are x, or those that x consists of, and the weights
-// and the bias; of a stack x and the tensors of its layers. `chooses` is for implementation="auto", `recorded` for a backward pass.
-Handle forward(const std::string& chain, bool chooses, bool recorded, const std::vector<Given>& tensors);
+// Whether a backward pass may follow a call, and one for every weight.
+enum class Recorded { no, of_some, of_all };
+
+// y, and behind it the states that a layer keeps for its backward pass, by a text that says so; nothing if the raw op has to make y.
+struct Made {
+  std::vector<Handle> tensors;
+  const std::string* kept = nullptr;  // stays where it is
+};
+
+// The y of a chain or a stack. The tensors are x, or those that x consists of, and the weights and the bias; of a stack x and the
+// tensors of its layers. `chooses` is for implementation="auto".
+Made forward(const std::string& chain, bool chooses, Recorded recorded, const std::vector<Given>& tensors);
 
 // From now on `chooses` takes the kernels of a GPU, for all numbers of samples that round up to the same power of two.
 void take(const std::string& chain, const std::string& dtype, int device, int64_t batch, bool recorded);
+
+// Says how a layer runs on a GPU that is trained with so many samples, and others of their class: by the text `kept`, which keeps
+// states, or, where it is empty, as ever. Until then the raw op makes y.
+void settle(const std::string& chain, const std::string& dtype, int device, int64_t batch, const std::string& kept);
 
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops
 

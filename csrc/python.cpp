@@ -164,7 +164,9 @@ struct Exchange {
 };
 int (*describe)(void* tensor, Given* to) = nullptr;
 
-thread_local PyObject* made_y = nullptr;  // on its way to the Function that records it
+// On their way to the Function that records them: y, and states that it keeps, by which text
+thread_local PyObject *made_y = nullptr, *made_states = nullptr;
+thread_local const std::string* made_by_text = nullptr;
 
 PyObject* begin(PyObject*, PyObject* given) {
   Py_ssize_t at = 0;
@@ -256,21 +258,30 @@ std::string text_of_inputs(const std::vector<Given>& inputs, size_t count, const
   return text + "; " + chain;
 }
 
-// The y that a text makes of the tensors `found`, and whether it has to be recorded. y is null if the raw ops have to make it, or,
-// with Python's error set, if memory ran out.
-struct Made {
+// The y that a text makes of the tensors `found`, `of_weights` of them weights behind the `first`, and whether it has to be recorded.
+// y is null if the raw ops have to make it, or, with Python's error set, if memory ran out.
+struct Answer {
   PyObject* y = nullptr;
   bool recorded = false;
 };
 
-Made made_by(const std::string& text, bool chooses, const std::vector<PyObject*>& tensors, const std::vector<Given>& found) {
+Answer made_by(const std::string& text, bool chooses, const std::vector<PyObject*>& tensors, const std::vector<Given>& found,
+               size_t first = 0, size_t of_weights = 0) {
   auto needs_grad = [](PyObject* tensor) { return is_true(PyObject_GetAttr(tensor, known.requires_grad)); };
   const bool recorded = ask(known.is_grad_enabled) && std::any_of(tensors.begin(), tensors.end(), needs_grad);
-  const Handle made = without_lock([&] { return forward(text, chooses, recorded, found); });
-  if (!made) return {none(), false};
-  const Object list(tensors_of({made}));
+  const auto weights = tensors.begin() + Py_ssize_t(first);
+  const bool all = recorded && of_weights && std::all_of(weights, weights + Py_ssize_t(of_weights), needs_grad);
+  const Recorded how = all ? Recorded::of_all : recorded ? Recorded::of_some : Recorded::no;
+  const Made made = without_lock([&] { return forward(text, chooses, how, found); });
+  if (made.tensors.empty()) return {none(), false};
+  const Object list(tensors_of(made.tensors));
   PyObject* const y = list.get() ? PyList_GetItem(list.get(), 0) : nullptr;
   if (y) Py_IncRef(y);
+  if (y && made.kept) {
+    const Object states(PyList_GetSlice(list.get(), 1, PyList_Size(list.get())));
+    made_states = PySequence_Tuple(states.get());
+    made_by_text = made.kept;
+  }
   return {y, recorded};
 }
 
@@ -279,6 +290,7 @@ PyObject* recorded_by(PyObject* apply, const Object& arguments, PyObject* y) {
   made_y = y;
   PyObject* const result = PyObject_CallObject(apply, arguments.get());
   if (made_y) Py_DecRef(std::exchange(made_y, nullptr));
+  if (made_states) Py_DecRef(std::exchange(made_states, nullptr));
   return result;
 }
 // y, once a Function has recorded it that is called with the text and the tensors: weights, and a bias behind them, as of a stack.
@@ -317,7 +329,7 @@ PyObject* layer(PyObject*, PyObject* const* given, Py_ssize_t given_count) {
   const bool chooses = PyObject_IsTrue(given[2]) > 0;
   std::string text = python::text_of(chain);
   if (several) text = text_of_inputs(found, count_of_x, text);
-  const auto [y, recorded] = made_by(text, chooses, tensors, found);
+  const auto [y, recorded] = made_by(text, chooses, tensors, found, count_of_x, size_t(PyTuple_Size(weights.get())));
   if (!recorded || !y) return y;
   if (several) return recorded_by(known.apply_inputs, text, tensors, y);
   const Py_ssize_t count = 3 + PyTuple_Size(weights.get());
@@ -356,6 +368,17 @@ PyObject* take_kernels(PyObject*, PyObject* const* given, Py_ssize_t) {
   return none();
 }
 
+// settle(chain, dtype, device, samples, the chain that keeps states or ""): how layer() runs this one from now on if it is recorded.
+PyObject* settle_states(PyObject*, PyObject* const* given, Py_ssize_t) {
+  const std::string text = python::text_of(given[0]), dtype = python::text_of(given[1]), kept = python::text_of(given[4]);
+  const long device = PyLong_AsLong(given[2]), batch = PyLong_AsLong(given[3]);
+  try {
+    settle(text, dtype, int(device), batch, kept);
+  } catch (...) {  // then every such call is left to the raw ops
+  }
+  return none();
+}
+
 // Whether a tensor behind the text, x and the bias gets a gradient.
 bool learns(PyObject* context) {
   const Object needs(PyObject_GetAttrString(context, "needs_input_grad"));
@@ -364,14 +387,21 @@ bool learns(PyObject* context) {
   return false;
 }
 
-// The forward(ctx, chain, x, bias, *weights) of the Function that records: its y has been made already. Where no weight learns,
-// its keep_less(chain, tensors) says what to save, if it has that.
+// The forward(ctx, chain, x, bias, *weights) of the Function that records: its y has been made already. States are saved behind the
+// tensors, and the text by which they are kept. Where no weight learns, its keep_less(chain, tensors) says what to save, if it has that.
 PyObject* record(PyObject*, PyObject* given) {
   PyObject *const context = PyTuple_GetItem(given, 0), *const text = PyTuple_GetItem(given, 1);
   const Object tensors(PyTuple_GetSlice(given, 2, PyTuple_Size(given)));  // save_for_backward does no more than this
   const Object less(learns(context) ? nullptr : PyObject_CallMethod(context, "keep_less", "OO", text, tensors.get()));
   PyErr_Clear();
-  if (PyObject_SetAttr(context, known.to_save, less.get() ? less.get() : tensors.get())) return nullptr;
+  const Object more(made_states ? PySequence_Concat(tensors.get(), made_states) : nullptr);
+  if (made_states) {
+    Py_DecRef(std::exchange(made_states, nullptr));
+    const Object kept(PyUnicode_FromStringAndSize(made_by_text->data(), Py_ssize_t(made_by_text->size())));
+    if (!more.get() || PyObject_SetAttrString(context, "kept", kept.get())) return nullptr;
+  }
+  PyObject* const saved = more.get() ? more.get() : less.get() ? less.get() : tensors.get();
+  if (PyObject_SetAttr(context, known.to_save, saved)) return nullptr;
   if (PyObject_SetAttr(context, known.text, text)) return nullptr;
   return std::exchange(made_y, nullptr);
 }
@@ -430,6 +460,7 @@ PyMethodDef methods[] = {{"begin", begin, METH_O, nullptr},
                          {"layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL, nullptr},
                          {"stack", reinterpret_cast<PyCFunction>(stack), METH_FASTCALL, nullptr},
                          {"take", reinterpret_cast<PyCFunction>(take_kernels), METH_FASTCALL, nullptr},
+                         {"settle", reinterpret_cast<PyCFunction>(settle_states), METH_FASTCALL, nullptr},
                          {"record", record, METH_VARARGS, nullptr},
                          {"gradients", reinterpret_cast<PyCFunction>(gradients), METH_FASTCALL, nullptr},
                          {"decode", reinterpret_cast<PyCFunction>(decode), METH_FASTCALL, nullptr},

@@ -190,7 +190,7 @@ def test_no_activation_becomes_code_that_is_not_known(activation: str) -> None:
     "question", ["", "plan_text", "__class__", "has_plan\0", "HAS_PLAN", "has_plan ", "é", "a" * 10_000_000]
 )
 def test_the_planner_is_asked_nothing_else(question: str, nothing_kept: Any) -> None:
-    with pytest.raises(REFUSED, match="the planner is asked has_plan, predicted, times or cut, not "):
+    with pytest.raises(REFUSED, match="the planner is asked has_plan, predicted, times, cut or kept, not "):
         OPS.ask_planner(question, LAYER, "float32", 1, *HOPPER)
 
 

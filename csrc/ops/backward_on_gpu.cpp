@@ -106,13 +106,15 @@ Tensor weight_gradient_cuda(const Tensor& grad_y, const Tensor& x, const Text& t
   return gradient;
 }
 
-// Checks the weights of a chain that makes all gradients, and counts their elements.
+// Checks the weights of a chain that makes all gradients, behind which the states stand that it has kept, and counts their elements.
 int64_t check_weights(const Chain& chain, const Tensor& x, const std::vector<Tensor>& weights) {
-  STD_TORCH_CHECK(weights.size() == chain.contractions.size() && weights.size() + 1 < cuda::MAX_WEIGHTS,
-                  "factorlayer: the chain has ", chain.contractions.size(), " weights, ", weights.size(), " were given");
+  const size_t of_chain = chain.contractions.size(), states = chain.kept.size();
+  STD_TORCH_CHECK(weights.size() == of_chain + states && weights.size() + 1 < cuda::MAX_WEIGHTS, "factorlayer: the chain has ",
+                  of_chain, " weights and ", states, " kept states, ", weights.size(), " were given");
+  for (size_t i = 0; i < states; ++i) check(weights[of_chain + i], x, x.size(0) * chain.kept[i], "a kept state");
   int64_t count = 0;
   for (const Contraction& c : chain.contractions) {
-    STD_TORCH_CHECK(c.weight < int64_t(weights.size()), "factorlayer: the chain names weight ", c.weight,
+    STD_TORCH_CHECK(c.weight < int64_t(of_chain), "factorlayer: the chain names weight ", c.weight,
                     ", which was not given");
     check(weights[c.weight], x, chain.rank * c.weight_size(), "a weight");
     count += chain.rank * c.weight_size();
@@ -121,16 +123,14 @@ int64_t check_weights(const Chain& chain, const Tensor& x, const std::vector<Ten
 }
 
 // Appends the gradients of weights, which lie side by side in `whole`.
-void add_parts(const Tensor& whole, const std::vector<Tensor>& weights, std::vector<Tensor>& gradients) {
+void add_parts(const Tensor& whole, const Tensor* weights, size_t count, std::vector<Tensor>& gradients) {
   int64_t from = 0;
-  for (const Tensor& weight : weights) {
-    gradients.push_back(part_like(whole, from, weight));
-    from += weight.numel();
-  }
+  for (size_t i = 0; i < count; from += weights[i++].numel()) gradients.push_back(part_like(whole, from, weights[i]));
 }
 
 // The gradients of x and of a bias, if their bits 1 and 2 are set, and of all weights, by one plan. Those of weights lie side by
-// side. The plan of a chain with a bias makes the bias's gradient behind them, and leaves out that of x if it can.
+// side. The plan of a chain with a bias makes the bias's gradient behind them, and leaves out that of x if it can. States that the
+// chain has kept are given behind the weights.
 std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const std::vector<Tensor>& weights,
                                    const Text& text, int64_t wanted) {
   const Chain& chain = find_chain(text.value);
@@ -151,7 +151,8 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   if (of_x) gradients.push_back(*grad_x);
   if (of_bias && chain.bias) gradients.push_back(part(others, count, {chain.out_features()}));
   if (of_bias && !chain.bias) gradients.push_back(sums_cuda(grad_y, {"sums " + std::to_string(chain.out_features())}));
-  add_parts(others, weights, gradients);
+  const size_t own = chain.contractions.size();
+  add_parts(others, weights.data(), own, gradients);
   if (!x.size(0)) {
     torch::stable::zero_(others);
     return gradients;
@@ -164,9 +165,9 @@ std::vector<Tensor> gradients_cuda(const Tensor& grad_y, const Tensor& x, const 
   params.x = address(x);
   params.y = grad_x ? grad_x->mutable_data_ptr() : nullptr;
   params.batch = x.size(0);
-  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  params.weights[weights.size()] = address(grad_y);
-  params.weights[weights.size() + 1] = others.mutable_data_ptr();  // for a pass that makes x's as well
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i < own ? i : i + 2] = address(weights[i]);
+  params.weights[own] = address(grad_y);
+  params.weights[own + 1] = others.mutable_data_ptr();  // for a pass that makes x's as well
   run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, others.mutable_data_ptr());
   return gradients;
 }
@@ -191,7 +192,7 @@ std::vector<Tensor> inputs_gradients_cuda(const Tensor& grad_y, const std::vecto
   std::vector<Tensor> gradients;
   for (const Tensor& input : inputs) gradients.push_back(new_matrix(x, x.size(0), input.size(1)));
   Tensor others = new_matrix(x, 1, count);
-  add_parts(others, weights, gradients);
+  add_parts(others, weights.data(), weights.size(), gradients);
   if (!x.size(0)) {
     torch::stable::zero_(others);
     return gradients;

@@ -48,7 +48,7 @@ void check_inputs(const Chain& chain, const Tensor& x, const std::vector<Tensor>
                   const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(chain.makes_y(),
                   "factorlayer: a chain with \"gradient\", \"backward\", \"slope\", \"through\" or \"sums\" is for the ops ",
-                  "that make gradients");
+                  "that make gradients, one with \"kept\" for forward_states");
   check_x(chain, x);
   check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
 }

@@ -144,6 +144,22 @@ bool is_taken(const void* chain, const Site& site, int64_t batch, bool recorded)
   return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
 }
 
+// How a layer runs that is trained, as settle() says: by this text and chain, which keep states, or as ever.
+struct Trained {
+  std::string text;
+  const Chain* chain = nullptr;
+};
+
+Table<cuda::PlanKey, Trained, cuda::KeyHash>& all_trained() {
+  static Table<cuda::PlanKey, Trained, cuda::KeyHash> all;
+  return all;
+}
+
+// Whether a layer that is trained on a GPU may keep states.
+bool may_keep(const Chain& chain) {
+  return chain.contractions.size() > 1 && chain.contractions[0].tied && chain.inputs.empty() && chain.activation == "identity";
+}
+
 // Whether factorlayer/functional.py would choose the fused kernels: on a GPU if it has said so, on a CPU unless the layer is one
 // product that is large or of 16 bits.
 bool is_small(const Chain& layer) { return layer.contractions.size() > 1 || layer.contractions[0].weight_size() <= kLargestDense; }
@@ -159,7 +175,7 @@ bool is_chosen(const Stack& stack, const Site& site, int64_t batch, bool recorde
 }
 
 bool has_kernels(const Chain& chain, const Site& site, int64_t batch) {
-  return chain.weights() + count_of_x(chain) < cuda::MAX_WEIGHTS &&
+  return chain.weights() + count_of_x(chain) + chain.kept.size() < cuda::MAX_WEIGHTS &&
          cuda::find_program({&chain, site.dtype, cuda::batch_class(batch), site.index});
 }
 
@@ -286,6 +302,13 @@ void eager::take(const std::string& text, const std::string& dtype, int device, 
   taken.batches[recorded] |= bit_of(batch);
 }
 
+void eager::settle(const std::string& text, const std::string& dtype, int device, int64_t batch, const std::string& kept) {
+  const cuda::PlanKey key{&find_chain(text), dtype_named(dtype), cuda::batch_class(batch), device};
+  all_trained().find_or_add(key, [&] { return Trained{kept, kept.empty() ? nullptr : &find_chain(kept)}; });
+}
+
+static eager::Made made_alone(eager::Handle y) { return {y ? std::vector<eager::Handle>{y} : std::vector<eager::Handle>(), nullptr}; }
+
 // The y of a stack. On a GPU it is made only if take() has named the stack, by one plan, and unrecorded.
 static eager::Handle forward_of_stack(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
   const Stack& stack = find_stack(text);
@@ -312,20 +335,29 @@ static eager::Handle forward_of_stack(const std::string& text, bool chooses, boo
   return handle_of(y);
 }
 
-eager::Handle eager::forward(const std::string& text, bool chooses, bool recorded, const std::vector<Given>& tensors) {
-  if (is_stack(text)) return forward_of_stack(text, chooses, recorded, tensors);
+eager::Made eager::forward(const std::string& text, bool chooses, Recorded recorded, const std::vector<Given>& tensors) {
+  const bool is_recorded = recorded != Recorded::no;
+  if (is_stack(text)) return made_alone(forward_of_stack(text, chooses, is_recorded, tensors));
   const Chain& chain = find_chain(text);
   const Given& x = tensors[0];
-  if (!are_of_layer(chain, tensors.data(), tensors.size())) return nullptr;
+  if (!are_of_layer(chain, tensors.data(), tensors.size())) return {};
   const Site site(x);
   const int64_t batch = x.sizes[0], in = chain.in_features(), out = chain.out_features();
-  if (chooses && !is_chosen(chain, site, batch, recorded)) return nullptr;
-  if (!site.is_cpu && !has_kernels(chain, site, batch)) return nullptr;
-  const Tensor y = site.make(batch, out);
+  if (chooses && !is_chosen(chain, site, batch, is_recorded)) return {};
   if (site.is_cpu) {
+    const Tensor y = site.make(batch, out);
     run_forward(problem_of({&chain}, site.dtype, tensors.data(), tensors.size()), y);
-    return handle_of(y);
+    return made_alone(handle_of(y));
   }
+  const Trained* trained = nullptr;
+  if (is_recorded && may_keep(chain)) {
+    trained = all_trained().find({&chain, site.dtype, cuda::batch_class(batch), site.index});
+    if (!trained) return {};  // autograd/layer_ops.py has to ask first
+  }
+  const bool keeps = trained && trained->chain && recorded == Recorded::of_all;
+  const Chain& run = keeps ? *trained->chain : chain;
+  if (!has_kernels(run, site, batch)) return {};
+  const Tensor y = site.make(batch, out);
   cuda::Params params;
   params.x = x.data;
   params.y = y.mutable_data_ptr();
@@ -339,9 +371,15 @@ eager::Handle eager::forward(const std::string& text, bool chooses, bool recorde
     params.weights[count + i] = tensors[i].data;
     rows.bytes.push_back(chain.inputs[i] * bytes_of(site.dtype));
   }
-  std::vector<Tensor> kept;
-  run_on_cuda({text}, &chain, y, of_x > 1 ? chain.inputs[0] : in, out, params, kept, nullptr, nullptr, rows);
-  return handle_of(y);
+  std::vector<Tensor> states, kept;
+  for (size_t i = 0; i < run.kept.size(); ++i) {
+    states.push_back(site.make(batch, run.kept[i]));
+    params.weights[count + 1 + i] = states.back().mutable_data_ptr();
+  }
+  run_on_cuda({keeps ? trained->text : text}, &run, y, of_x > 1 ? chain.inputs[0] : in, out, params, kept, nullptr, nullptr, rows);
+  Made made{{handle_of(y)}, keeps ? &trained->text : nullptr};
+  for (const Tensor& state : states) made.tensors.push_back(handle_of(state));
+  return made;
 }
 
 // The gradients of a stack on a CPU; none on a GPU, where autograd/stack_ops.py decides what makes them.

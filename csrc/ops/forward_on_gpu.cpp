@@ -55,6 +55,37 @@ Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const s
   return run_chain(chain, {x}, weights, bias, text);
 }
 
+// The y of a chain, and behind it the states that it keeps for its gradients.
+std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                                        const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  STD_TORCH_CHECK(!chain.kept.empty() && !chain.backward, "factorlayer: the chain should be a layer and \"kept\"");
+  check_x(chain, x);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
+  const size_t first = weights.size() + 1, used = first + chain.kept.size();
+  STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
+                  " weights and states at most, the chain has ", used);
+  const int64_t batch = x.size(0);
+  std::vector<Tensor> made{new_matrix(x, batch, chain.out_features())};
+  for (const int64_t features : chain.kept) made.push_back(new_matrix(x, batch, features));
+  if (!batch) return made;
+
+  std::vector<Tensor> kept;
+  kept.reserve(weights.size() + 6);
+  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
+  cuda::Params params;
+  params.x = address(x);
+  params.y = made[0].mutable_data_ptr();
+  params.bias = bias ? address(*bias) : nullptr;
+  params.batch = batch;
+  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
+  params.weights[weights.size()] = params.bias;
+  for (size_t i = 0; i < chain.kept.size(); ++i) params.weights[first + i] = made[1 + i].mutable_data_ptr();
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept);
+  return made;
+}
+
 // What the last layer makes, or what each layer does, of layers that one kernel takes, as the planner knows.
 std::vector<Tensor> run_layers(const Stack& stack, const std::vector<Tensor>& inputs, const std::vector<Tensor>& tensors,
                                const Text& text, bool states) {
@@ -189,6 +220,7 @@ Tensor stack_frozen_cuda(const Tensor& x, const Tensor& frozen, const Text& text
 
 STABLE_TORCH_LIBRARY_IMPL(factorlayer, CUDA, m) {
   m.impl("forward", TORCH_BOX(&factorlayer::forward_cuda));
+  m.impl("forward_states", TORCH_BOX(&factorlayer::forward_states_cuda));
   m.impl("inputs_forward", TORCH_BOX(&factorlayer::inputs_forward_cuda));
   m.impl("stack_forward", TORCH_BOX(&factorlayer::stack_forward_cuda));
   m.impl("stack_states", TORCH_BOX(&factorlayer::stack_states_cuda));

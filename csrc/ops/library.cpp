@@ -1,4 +1,4 @@
-// The raw ops by name: factorlayer::forward and backward, for a stack stack_forward, stack_states, stack_backward and, with
+// The raw ops by name: factorlayer::forward and backward, on a GPU forward_states for what keeps states, for a stack stack_forward, stack_states, stack_backward and, with
 // weights that stay as they are, stack_prepare and stack_frozen; of an x that is several tensors side by side inputs_forward,
 // inputs_backward and, on a GPU, inputs_gradients; for a recurrence, recurrence and recurrence_backward; for a decoder's step, decode,
 // draw and few; and questions without tensors. Callers are autograd/layer_ops.py, stack_ops.py, input_ops.py, recurrent_ops.py,
@@ -7,6 +7,7 @@
 
 STABLE_TORCH_LIBRARY(factorlayer, m) {
   m.def("forward(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor");
+  m.def("forward_states(Tensor x, Tensor[] weights, Tensor? bias, str chain) -> Tensor[]");
   m.def("backward(Tensor grad_y, Tensor x, Tensor[] weights, Tensor? bias, str chain, int wanted) -> Tensor[]");
   m.def("inputs_forward(Tensor[] inputs, Tensor[] tensors, str stack) -> Tensor");
   m.def("inputs_backward(Tensor grad_y, Tensor[] inputs, Tensor[] tensors, str stack, int[] wanted) -> Tensor[]");

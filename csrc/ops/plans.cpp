@@ -43,9 +43,9 @@ python::Limits check_question(const std::string& chain, const std::string& dtype
 // Asks the planner for anything but a plan, such as has_plan. It may have to compare many plans, so its answers are kept, too.
 std::string ask_planner(const Text& question, const Text& chain, const Text& dtype, int64_t batch_class, int64_t capability,
                         int64_t processors, int64_t shared_bytes, int64_t memory_rate) {
-  const char* const questions[] = {"has_plan", "predicted", "times", "cut"};
+  const char* const questions[] = {"has_plan", "predicted", "times", "cut", "kept"};
   STD_TORCH_CHECK(std::find(std::begin(questions), std::end(questions), question.value) != std::end(questions),
-                  "factorlayer: the planner is asked has_plan, predicted, times or cut, not \"", shown(question.value), "\"");
+                  "factorlayer: the planner is asked has_plan, predicted, times, cut or kept, not \"", shown(question.value), "\"");
   const python::Limits gpu =
       check_question(chain.value, dtype.value, batch_class, capability, processors, shared_bytes, memory_rate);
   const std::string name =

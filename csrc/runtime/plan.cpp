@@ -116,7 +116,8 @@ Pass parse_pass(Reader& reader) {
     if (pass.beside < Pass::s0) reader.fail("beside another buffer should be s0 to s" + std::to_string(MOST_SCRATCH - 1));
     pass.beside_place = int(reader.number(words[1].substr(at + 1), "a weight's number", 0, 61));
   }
-  pass.out = buffer(reader, words[2], "y");
+  pass.out = words[2][0] == '@' ? Pass::weight : buffer(reader, words[2], "y");
+  if (pass.out == Pass::weight) pass.out_place = int(reader.number(words[2].substr(1), "a weight's number", 0, 61));
   pass.threads = reader.number(words[3], "the number of threads", 1, 1024);
   pass.shared_bytes = reader.number(words[4], "the bytes of shared memory", 0, 1 << 20);
   pass.units_per_sample = reader.number(words[5], "units per sample", 1, MANY);

@@ -5,7 +5,7 @@
 //     chunk <samples at a time; 0: all>
 //     scratch <bytes for each sample in buffer s0> <in s1> <bytes in s2, however many samples there are>
 //         <maybe for each sample in s3> … <in s7>                                                      (all on one line)
-//     pass <in: x|s0…s7|@a weight|none, maybe with +s0…+s7@a weight> <out: y|w|s0…s7> <threads> <shared bytes>
+//     pass <in: x|s0…s7|@a weight|none, maybe with +s0…+s7@a weight> <out: y|w|s0…s7|@a weight> <threads> <shared bytes>
 //         <units per sample> <units per block> <blocks per SM at most; 0: no limit> <grid y> <architecture> <kernel>
 //         <bytes of source>                                                                            (all on one line)
 //     <source, and a newline>
@@ -44,8 +44,8 @@ constexpr int MOST_NAME = 100;                     // letters
 struct Pass {
   // outside: x as input, y as output; second: w, another output; s0: the first buffer of scratch, and others by their numbers
   enum Buffer { outside, second, none, weight, s0, end = s0 + MOST_SCRATCH };
-  Buffer in, out, beside;  // weight: it reads weight `place`; beside: what it has in that of weight `beside_place`, or none
-  int place, beside_place;
+  Buffer in, out, beside;  // weight: it reads weight `place`, or writes `out_place`; beside: what is in that of `beside_place`, or none
+  int place, out_place, beside_place;
   int64_t threads, shared_bytes, units_per_sample, units_per_block, blocks_per_processor, grid_y;
   std::string architecture, kernel, source;
   int64_t cluster;  // blocks of one, along y

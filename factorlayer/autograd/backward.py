@@ -28,6 +28,7 @@ from factorlayer.maths.spec import Contraction
 from factorlayer.plan.plan import ASKED
 
 Turned = tuple[int, int, int]
+Launched = list[tuple[str, int]]  # texts, each with its number of samples
 Predicting = Callable[[int], Callable[[str], float]]  # the same function for numbers of samples that count as one
 LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, or a sector of L2
 SLAB = 32  # samples
@@ -385,6 +386,22 @@ def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
     for c in chain.contractions:
         weights[c.weight] = hollow(*([chain.rank] if chain.rank > 1 else []), c.weight_size // (c.q * c.p), c.q, c.p)
     return weights, hollow(chain.out_features) if chain.bias else None
+
+
+def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting | None) -> Launched:
+    """The texts of a training step, each with its number of samples: of a layer that keeps states, whose text that is
+    `kept`, or of one that keeps none."""
+    if not kept:
+        return [(text, batch), *launched_texts(text, fits, batch, us=us)]
+    layer = Chain.parse(kept)
+    of_bias = [(sums_text(layer.out_features), batch)] * layer.bias
+    return [(kept, batch), (back_of_kept(kept), batch), *of_bias]
+
+
+@functools.lru_cache(1024)
+def back_of_kept(kept: str) -> str:
+    """The text that makes all gradients of a layer that has kept states."""
+    return replace(Chain.parse(kept), bias=False, backward=True).text
 
 
 def texts(

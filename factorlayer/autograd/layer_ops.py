@@ -2,8 +2,8 @@
 
 factorlayer::forward and ::backward take tensors and the chain's text, and return new, contiguous tensors. Here are
 their shapes (fakes), FLOP formulas, vmap rules and autograd. Backward needs x and the weights and recomputes the
-states between contractions. Double backward goes through the batched implementation, whose every operation PyTorch
-can differentiate again.
+states between contractions, or, on a GPU, is given those that lie in memory between passes anyway. Double backward
+goes through the batched implementation, whose every operation PyTorch can differentiate again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from torch.compiler import is_compiling, is_exporting
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
-from factorlayer.autograd.backward import Ops, counts_as, gradients, planned_behind, texts, visits_of
+from factorlayer.autograd.backward import (
+    Ops,
+    back_of_kept,
+    counts_as,
+    gradients,
+    planned_behind,
+    step_texts,
+    texts,
+    visits_of,
+)
 from factorlayer.autograd.build import check_build
 from factorlayer.autograd.runtime import (
     MAX_WEIGHTS,
@@ -52,6 +61,7 @@ else:
     missing_extension = None
     _forward = torch.ops.factorlayer.forward.default
     _backward = torch.ops.factorlayer.backward.default
+    _forward_states = torch.ops.factorlayer.forward_states.default._op
     _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
 
 
@@ -134,7 +144,22 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
         (slope,) = (step for step in steps if step.slope)
         further = ["with the bias's gradient"] * (slope.sums > 0) + ["turned"] * (slope.turn is not None)
         back.insert(0, f"activation: grad_y back through it, {', '.join([where, *further])}")
-    return "\n  ".join([f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back])
+    lines = [f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back]
+    if kept := kept_text(text, x.dtype, device, batch):
+        in_training = explain(kept, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
+        at_once = f"{kernels}\ntrained, with states between kernels kept: {in_training}\nbackward:"
+        lines = [at_once, "all gradients at once, from these states"]
+    return "\n  ".join(lines)
+
+
+def kept_text(text: str, dtype: torch.dtype, device: int, batch: int) -> str:
+    """The text of a layer that is trained with the states between its passes kept; empty where it keeps none."""
+    return _kept_text(text, dtype, device, class_of_batch(batch)) if batch else ""
+
+
+@functools.lru_cache(1024)
+def _kept_text(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str:
+    return ask_planner("kept", text, dtype, batch_class, device) if Chain.parse(text).may_keep else ""
 
 
 @functools.lru_cache(1024)
@@ -180,8 +205,11 @@ def prepare_fused(chain: Chain, x: Tensor, batch: int, recorded: bool) -> None:
     if x.is_cuda:
         text, device = text_for(chain, x), x.get_device()
         ops = cuda_ops(device, x.dtype)
-        further = texts(text, ops.fits_of(batch), batch, us=ops.us) if recorded else []
-        prepare_together([(text, batch), *further], x.dtype, device)
+        asked = [(text, batch)]
+        if recorded:
+            kept = kept_text(text, x.dtype, device, batch)
+            asked = step_texts(text, kept, ops.fits_of(batch), batch, ops.us)
+        prepare_together(asked, x.dtype, device)
 
 
 def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recorded: bool) -> Tensor:
@@ -198,13 +226,23 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
             y = _Chain.apply(text, x, bias, *weights) if recorded else _forward(x, weights, bias, text)
         elif recorded:
             refuse_traced_gradients()
-            y = _apply_chain(text, x, bias, *weights)
+            kept = _kept_for(text, x, weights) if x.is_cuda else ""
+            y = _apply_kept(text, kept, x, bias, *weights) if kept else _apply_chain(text, x, bias, *weights)
         else:
             y = _forward_now(x, weights, bias, text)
     except RuntimeError as error:  # PyTorch hands on a C++ exception's message only
         raise_better(error, text, x)
         raise
     return y
+
+
+def _kept_for(text: str, x: Tensor, weights: Sequence[Tensor]) -> str:
+    """The text of a layer that keeps states in this call; empty where it keeps none. The eager call is told for the
+    next one."""
+    device, batch = x.get_device(), x.shape[0]
+    kept = kept_text(text, x.dtype, device, batch)
+    settle(text, dtype_name(x.dtype), device, batch, kept)
+    return kept if all(weight.requires_grad for weight in weights) else ""
 
 
 def product(x: Tensor, weights: Sequence[Tensor], text: str) -> Tensor:
@@ -285,6 +323,40 @@ class _ChainNow(_Chain):
 _apply_chain = super(Function, _ChainNow).apply
 
 
+class _KeptChain(Function):
+    """The op in eager mode on a GPU, of a layer that keeps the states between its passes."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, kept: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.text, ctx.kept = text, kept
+        made: list[Tensor] = _forward_states(x, weights, bias, kept)
+        ctx.to_save = x, bias, *weights, *made[1:]
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad[1:]
+        return None, *_gradients_by_states(ctx.text, ctx.kept, needs, grad_y, ctx.saved_tensors)
+
+
+def _gradients_by_states(
+    text: str, kept: str, needs: Sequence[bool], grad_y: Tensor, saved: Sequence[Any]
+) -> tuple[Any, ...]:
+    """What _gradients() makes, of states that were saved behind the x, bias and weights. Who wants to differentiate
+    again, or some gradients only, or those of several vectors, has states made anew."""
+    of_x, of_bias, *of_weights = needs[1:]
+    if torch.is_grad_enabled():
+        return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _recorded_backward)
+    if not all(of_weights) or are_vectors(grad_y) or transforms_active():
+        return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _raw_backward)
+    x, _, *tensors = saved
+    ops = cuda_ops(x.get_device(), x.dtype)
+    made = iter(ops.all_gradients(grad_y, x, tensors, back_of_kept(kept), of_x | of_bias << 1))
+    return None, *(next(made) if need else None for need in needs[1:])
+
+
+_apply_kept = super(Function, _KeptChain).apply
+
 # Where nothing watches operators, a whole call is one call of C++ (csrc/eager.h), past the dispatcher and the Python
 # around it. It needs names that PyTorch keeps to itself, each of which may be missing one day: then calls go to the raw
 # ops.
@@ -297,6 +369,8 @@ def not_at_once(*_: Any) -> None:
 def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     """The backward pass that autograd's engine calls, instead of looking `backward` up and calling that."""
     saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+    if len(saved) >= len(needs):  # states are among them
+        return _gradients_by_states(ctx.text, ctx.kept, needs, grad_y, saved)
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
     if not ctx.is_x_kept:  # kernels are given an x to point at, of which they read nothing
@@ -347,6 +421,9 @@ def record_stack_by(function: Callable[..., Tensor]) -> None:
 # Called with (text, dtype, device, batch, whether recorded): from then on an eager call that has to choose takes these
 # kernels.
 take_kernels: Callable[..., None] = not_at_once
+# Called with (text, dtype, device, batch, the text that keeps states or ""): how a recorded eager call runs from then
+# on.
+settle: Callable[..., None] = not_at_once
 _gradients_at_once: Callable[..., tuple[Any, ...] | None] = not_at_once
 # Makes a decoder's step of (text, tokens, state, context, random numbers, parameters as a tuple, temperature).
 decode_at_once: Callable[..., list[Tensor] | None] = not_at_once
@@ -385,7 +462,7 @@ if missing_extension is None:
         pass
     else:
         layer_at_once, take_kernels, _gradients_at_once = _C.layer, _C.take, _C.gradients
-        stack_at_once, decode_at_once = _C.stack, _C.decode
+        stack_at_once, decode_at_once, settle = _C.stack, _C.decode, _C.settle
 
 
 class _TransformableChain(Function):
@@ -599,6 +676,10 @@ def _forward_fake(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cha
     return x.new_empty(x.shape[0], Chain.parse(chain).out_features)
 
 
+def _forward_states_fake(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str) -> list[Tensor]:
+    return [_forward_fake(x, weights, bias, chain), *(x.new_empty(x.shape[0], n) for n in Chain.parse(chain).kept)]
+
+
 def _backward_fake(
     grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
 ) -> list[Tensor]:
@@ -701,11 +782,13 @@ def _pick(tensor: Any, dim: int | None, index: int) -> Any:
 
 if missing_extension is None:
     torch.library.register_fake("factorlayer::forward")(_forward_fake)
+    torch.library.register_fake("factorlayer::forward_states")(_forward_states_fake)
     torch.library.register_fake("factorlayer::backward")(_backward_fake)
     torch.library.register_vmap("factorlayer::forward")(_forward_vmap)
     torch.library.register_vmap("factorlayer::backward")(_backward_vmap)
     torch.library.register_vmap("factorlayer::stack_backward")(_places_vmap)
     register_flop_formula(torch.ops.factorlayer.forward)(_forward_flops)
+    register_flop_formula(torch.ops.factorlayer.forward_states)(_forward_flops)
     register_flop_formula(torch.ops.factorlayer.backward)(_backward_flops)
     _cuda = torch.library.Library("factorlayer", "IMPL")
     _cuda.impl("backward", _backward_on_cuda, "CUDA")

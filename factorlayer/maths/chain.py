@@ -22,11 +22,13 @@ MOST_CONTRACTIONS = 4096  # of a chain
 MOST_LAYERS = 4096  # of a stack
 MOST_ELEMENTS = 1 << 48  # of a tensor or state
 MOST_INPUTS = 4096  # tensors that x is
+MOST_KEPT = 3  # states between passes
 NUMBERS = {
     "tied": 5, "untied": 5, "rank": 1, "turned": 0, "bias": 0, "slope": 1, "through": 1, "sums": 1,
     "gradient": 0, "backward": 0, "turn": 3, "mixed": 3, "slabs": 1, "few": 0, "tf32": 0,
 }  # fmt: skip
-INPUTS = "inputs"  # behind which any number of numbers stands
+INPUTS, KEPT = "inputs", "kept"  # behind which any number of numbers stands, up to these
+MOST_NUMBERS = {INPUTS: MOST_INPUTS, KEPT: MOST_KEPT}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Chain:
     sums: int = 0  # features, if it makes their sums over all samples, alone or beside a gradient
     inputs: tuple[int, ...] = ()  # features of each tensor that x is, side by side, if it is several
     few: bool = False  # all gradients of a Monarch layer, of some hundreds of samples, by the kernels of few
+    kept: tuple[int, ...] = ()  # features of the states that a layer makes beside y, and its gradients are made of
     text: str = field(init=False, compare=False, repr=False)
     tf32_text: str = field(init=False, compare=False, repr=False)  # of the same chain with tf32
 
@@ -73,6 +76,7 @@ class Chain:
         stages += ["mixed {} {} {}".format(*self.mixed)] if self.mixed else []
         stages += [f"slabs {self.slabs}"] if self.slabs else []
         stages += ["few"] if self.few else []
+        stages += [" ".join(map(str, (KEPT, *self.kept)))] if self.kept else []
         object.__setattr__(self, "tf32_text", "; ".join([*stages, "tf32"]))
         object.__setattr__(self, "text", self.tf32_text if self.tf32 else "; ".join(stages))
 
@@ -100,6 +104,7 @@ class Chain:
     def _read(text: str) -> Chain:
         contractions, rank, bias, activation = [], 1, False, "identity"
         inputs: tuple[int, ...] = ()
+        kept: tuple[int, ...] = ()
         gradient = backward = x_turned = few = tf32 = False
         turn, mixed, slabs, slope, through, sums = None, None, 0, 0, 0, 0
         for name, *words in (stage.split(" ") for stage in text.split("; ")):
@@ -135,16 +140,22 @@ class Chain:
                 through = numbers[0]
             elif name == "sums":
                 sums = numbers[0]
+            elif name == KEPT:
+                kept = tuple(numbers)
             elif name == "tf32":
                 tf32 = True
             else:
                 check_activation(name)
                 activation = name
         _check_sizes(contractions, rank)
-        further = (turn, mixed, slabs, tf32, slope, through, sums, inputs, few)
+        further = (turn, mixed, slabs, tf32, slope, through, sums, inputs, few, kept)
         chain = Chain(tuple(contractions), rank, bias, activation, gradient, backward, x_turned, *further)
         if not contractions and len({slope, through, sums, math.prod(turn or (0,))} - {0}) > 1:
             raise ValueError("it has one number of features, on which slope, through, sums and turn should agree")
+        if kept and not chain.may_keep:
+            raise ValueError(
+                "states are kept by a Kronecker product alone, with a bias, or by all its gradients without"
+            )
         if inputs and sum(inputs) != chain.in_features:
             raise ValueError(f"its inputs have {sum(inputs)} features, the chain takes {chain.in_features}")
         return chain
@@ -175,6 +186,13 @@ class Chain:
     def alone(self) -> Chain:
         """The same of an x that is one tensor."""
         return replace(self, inputs=()) if self.inputs else self
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether states between its passes may be kept for its gradients, or its gradients made of such."""
+        asked = (self.activation != "identity", self.gradient, self.x_turned, self.turn, self.mixed, self.inputs)
+        many = len(self.contractions) > 1 and all(c.tied for c in self.contractions)
+        return many and not any(asked) and not (self.backward and self.bias)
 
     @property
     def is_dense(self) -> bool:
@@ -246,8 +264,8 @@ def _shown(text: str) -> str:
 
 def _numbers(name: str, words: Sequence[str]) -> list[int]:
     count = NUMBERS.get(name, 0)
-    if name == INPUTS:
-        count = min(max(1, len(words)), MOST_INPUTS)
+    if name in MOST_NUMBERS:
+        count = min(max(1, len(words)), MOST_NUMBERS[name])
     if len(words) != count or not all(map(_NUMBER.fullmatch, words)):
         raise ValueError(f"{_shown(name)} should have {count} whole numbers behind it")
     numbers = list(map(int, words))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import launched_texts
+from factorlayer.autograd.backward import step_texts
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.kernels.batches import class_of
@@ -21,7 +21,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.library import Ways
 from factorlayer.plan.plan import PlanError
-from factorlayer.plan.planner import has_plan, us_for
+from factorlayer.plan.planner import has_plan, kept, us_for
 
 PREDICTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,7 +75,8 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
         def us_of(batch: int) -> Callable[[str], float]:
             return lambda text: plan_us(text, batch, dtype, gpu)
 
-        asked += launched_texts(text, lambda back: has_plan(back.text, dtype, *limits), samples, us=us_of)
+        keeps = kept(text, dtype, *limits) if Chain.parse(text).may_keep else ""
+        asked = step_texts(text, keeps, lambda back: has_plan(back.text, dtype, *limits), samples, us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 

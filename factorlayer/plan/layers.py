@@ -11,7 +11,7 @@ from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import products, y_turned
 from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.maths.chain import Chain
-from factorlayer.plan import gradients
+from factorlayer.plan import gradients, kept
 from factorlayer.plan.forward import forward
 from factorlayer.plan.plan import Plan, PlanError
 from factorlayer.plan.registry.family import fastest
@@ -24,6 +24,8 @@ def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
 
 
 def _passes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    if chain.kept:
+        return kept.passes_of(chain, dtype, batch, gpu)
     if chain.gradient:
         return gradients.of_weight(chain, dtype, batch, gpu)
     if chain.slope or chain.through or chain.sums:

@@ -71,8 +71,8 @@ class Plan:
 
     @property
     def _handing_on(self) -> tuple[Pass, ...]:
-        """Passes whose state the next one reads."""
-        return tuple(p for p in self.passes[:-1] if p.writes == "state")
+        """Passes whose state the next one reads, and nobody keeps."""
+        return tuple(p for p in self.passes[:-1] if p.writes == "state" and not self.chain.kept)
 
     @property
     def scratch(self) -> tuple[int, ...]:
@@ -90,11 +90,15 @@ class Plan:
         return max(CHUNK, min(bounds) // CHUNK * CHUNK) if bounds else 0
 
     def _buffers(self, i: int) -> tuple[str, str]:
-        """The buffers that a pass reads and writes; states take two buffers in turn."""
+        """The buffers that a pass reads and writes; states take two buffers in turn, or are kept behind the bias."""
         p, before = self.passes[i], sum(each.writes == "state" for each in self.passes[:i])
         last = i == len(self.passes) - 1
-        read = p.reads if p.reads != "state" else f"s{(before - 1) % 2}" if before else "x"
-        return read, p.writes if p.writes != "state" else "y" if last else f"s{before % 2}"
+
+        def of(state: int) -> str:
+            return f"@{self.chain.weights + 1 + state}" if self.chain.kept else f"s{state % 2}"
+
+        read = p.reads if p.reads != "state" else of(before - 1) if before else "x"
+        return read, p.writes if p.writes != "state" else "y" if last else of(before)
 
     def text(self) -> str:
         """The plan as csrc/runtime reads it."""

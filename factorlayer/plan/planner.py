@@ -13,11 +13,13 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.kernels.batches import BATCHES, LAST, OF_SOME
 from factorlayer.maths.chain import Chain, parse_layers
+from factorlayer.plan.kept import features_of
 from factorlayer.plan.layers import plan
 from factorlayer.plan.plan import Plan, PlanError, asked_of
 from factorlayer.plan.recurrent import is_recurrent, plan_recurrent
@@ -27,6 +29,7 @@ __all__ = [
     "cut",
     "explain",
     "has_plan",
+    "kept",
     "parsed",
     "plan",
     "plan_of",
@@ -126,6 +129,13 @@ def _functions(layers: Sequence[Chain], backward: bool) -> int:
         count += layer.out_features * (0 if makes_slope else of_value(layer.activation))
         count += layer.out_features * (of_slope(layer.activation) if makes_slope or backward else 0)
     return count
+
+
+def kept(chain: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = OF_SOME) -> str:
+    """The text of a layer that is trained with states between its passes kept; empty where it keeps none."""
+    (layer,), computed = parsed(chain, dtype)
+    features = features_of(layer, computed, BATCHES[batch_class], Gpu(arch, sms, shared, memory))
+    return replace(layer, kept=features).text if features else ""
 
 
 def cut(stack: str, dtype: str, arch: int, sms: int, shared: int, memory: int = 0, batch_class: int = LAST) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -61,8 +61,9 @@ def _faster_and_faster(
 ) -> Iterator[tuple[Pass, ...]]:
     """Ways with `count` visits, or with any number, that take less than `us`, each less than the one before it. The
     ways are tried in the order of the least time that they may take."""
-    ways = (_way(chain, dtype, *way, batch, gpu) for way in _ways_to_visit(chain, dtype) if count in (0, len(way[1])))
-    for way in sorted(ways, key=lambda way: sum(way.least)):
+    for way in ways_to_visit(chain, dtype, batch, gpu):
+        if count not in (0, len(way.runs)):
+            continue
         if REDUCTION_US + sum(way.least) >= us:
             break
         passes = _visited(chain, way, batch, gpu, us)
@@ -71,9 +72,14 @@ def _faster_and_faster(
             yield passes
 
 
+def ways_to_visit(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[Way]:
+    """The ways to visit a chain, those first that may take the least time."""
+    ways = (_way(chain, dtype, *way, batch, gpu) for way in _modes_and_runs(chain, dtype))
+    return sorted(ways, key=lambda way: sum(way.least))
+
+
 def _way(chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]], batch: int, gpu: Gpu) -> Way:
-    parts = [[i for i in order_of(modes) if i in run] for run in runs]
-    works = works_of(replace(chain, activation="identity"), dtype, modes, parts)
+    works = works_of(replace(chain, activation="identity"), dtype, modes, ordered(modes, runs))
     x, *between = (math.prod(work.states[0]) * work.outer * work.inner for work in works)
     y = math.prod(works[-1].states[-1]) * works[-1].outer * works[-1].inner
     held = [x, *(chain.rank * state for state in between), y]
@@ -83,8 +89,13 @@ def _way(chain: Chain, dtype: str, modes: tuple[Mode, ...], runs: list[list[int]
     return Way(modes, runs, works, [gpu.rates.behind_us + batch * us for us in (*forward, *reversed(back))])
 
 
-def _ways_to_visit(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
-    """The ways to visit a chain: its modes, of which some are taken as one, and the runs of modes that visits take."""
+def ordered(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[int]]:
+    """The modes of each run in the order in which they are contracted."""
+    return [[i for i in order_of(modes) if i in run] for run in runs]
+
+
+def _modes_and_runs(chain: Chain, dtype: str) -> Iterator[tuple[tuple[Mode, ...], list[list[int]]]]:
+    """Modes of a chain, of which some are taken as one, and runs of them that visits may take."""
     for modes in mergings(chain, dtype):
         if len(modes) > MOST_MODES:
             continue
@@ -105,25 +116,34 @@ def _orders(modes: tuple[Mode, ...], runs: list[list[int]]) -> list[list[list[in
 
 def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple[Pass, ...] | None:
     """The passes of a way, or None where one has no tiling or all would take more than `most` microseconds."""
-    modes, runs, works, least = way
-    last, rank = len(works) - 1, chain.rank
-    sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
     forward: list[Pass] = []
-    for number, work in enumerate(works[:-1]):
+    for number, work in enumerate(way.works[:-1]):
         found = _of_states(work, batch, gpu)
         if found is None:
             return None
         forward.append(replace(found, takes=STATES[number - 1] if number else "x", gives=STATES[number]))
-        if _us(forward) + sum(least[len(forward) :]) > most:
+        if _us(forward) + sum(way.least[len(forward) :]) > most:
             return None
+    back = back_by_visits(chain, way, STATES, batch, gpu, most - _us(forward))
+    return (*forward, *back) if back else None
+
+
+def back_by_visits(
+    chain: Chain, way: Way, states: Sequence[str], batch: int, gpu: Gpu, most: float
+) -> tuple[Pass, ...] | None:
+    """The visits of a way, from the last one on, with the states between them in buffers of these names; or None where
+    one has no tiling or all would take more than `most` microseconds. Buffers of the plan that hold states are
+    overwritten."""
+    modes, runs, works, _ = way
+    least = way.least[len(works) - 1 :]
+    last, rank = len(works) - 1, chain.rank
+    sizes = [rank * sum(q * p for _, q, p in mode.parts) for mode in modes]
     back: list[Pass] = []
     sums = rank > 1
     returned = ""  # where the gradient of what the visit before read lies
-    for number in reversed(range(last + 1)):
-        if sums and number == 0:
-            continue
+    for number in reversed(range(sums, last + 1)):
         work = replace(works[number], rank=1, terms=rank, apart=False)
-        before = STATES[number - 1] if number else "x"
+        before = states[number - 1] if number else "x"
         beside = next(name for name in STATES[number:] if name != returned)  # which nobody reads any more
         places = Places(
             grad=len(chain.contractions),
@@ -136,13 +156,12 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
             terms_y=sums,
         )
         by_one = _at_once(work, places, before, batch, gpu)
-        visit = _or_apart(by_one, work, replace(places, y=before if number else "y"), batch, gpu)
+        visit = _or_apart(by_one, work, replace(places, y=before) if before in STATES else places, batch, gpu)
         if not visit:
             return None
         returned = visit[-1].writes
         back += visit
-        made = (*forward, *back)
-        if _us(made) + sum(least[len(made) :]) > most:
+        if _us(back) + sum(least[last - number + 1 :]) > most:
             return None
     if sums:
         places = Places(len(chain.contractions), sum(sizes[: min(runs[0])]), g=returned, terms_g=last > 0)
@@ -150,7 +169,7 @@ def _visited(chain: Chain, way: Way, batch: int, gpu: Gpu, most: float) -> tuple
         if found is None:
             return None
         back += found
-    return (*forward, *finished(back))
+    return tuple(finished(back))
 
 
 def _at_once(work: Work, places: Places, before: str, batch: int, gpu: Gpu) -> tuple[Any, ...]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from factorlayer.autograd.backward import launched_texts
-from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, predicted_us
+from factorlayer.autograd.backward import step_texts
+from factorlayer.autograd.layer_ops import cuda_ops, gpu_limits, kept_text, predicted_us
 from factorlayer.autograd.runtime import class_of_batch, dtype_name
 from factorlayer.autograd.stack_ops import MANY, known, runs_on_gpu, texts_of_run
 from factorlayer.device.gpu import Gpu
@@ -98,8 +98,8 @@ def _predicted(text: str, dtype: torch.dtype, device: int, likeness: int, traini
     samples = like.asked
     asked = [(text, samples)]
     if training:
-        ops = cuda_ops(device, dtype)
-        asked += launched_texts(text, ops.fits_of(samples), samples, us=ops.us)
+        ops, kept = cuda_ops(device, dtype), kept_text(text, dtype, device, samples)
+        asked = step_texts(text, kept, ops.fits_of(samples), samples, ops.us)
     fused_us = sum(predicted_us(*each, dtype, device) for each in asked)
     batched = _batched(text, dtype, device, likeness, training)
     return Prediction(fused_us, batched.us, training, like, batched.multiplies)

@@ -1,0 +1,117 @@
+"""Layers that keep the states between their passes: what the kernels of both plans make, by the emulator, against
+float64; when states are kept; and texts that say so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from emulator.driver import Emulator
+from oracle import kronecker
+from test_chain_backward import check_gradients, gradients_of
+from test_emulator import EPS, all_gradients_of, drawing
+
+from factorlayer.device.gpu import Gpu
+from factorlayer.maths.chain import Chain
+from factorlayer.maths.naive import naive
+from factorlayer.maths.spec import LayerSpec
+from factorlayer.plan import kept, planner
+from factorlayer.plan.plan import Plan, PlanError
+
+MANY = 1024
+HOPPER = Gpu.of(90)
+LARGE = kronecker((16, 16, 8, 24, 16), (16, 16, 8, 24, 16), rank=3)
+
+CASES = [
+    (kronecker((6, 7, 8), (5, 9, 4)), "bfloat16", 90, 3),
+    (kronecker((6, 7, 8), (5, 9, 4), rank=2), "float16", 90, 4),
+    (kronecker((33, 40), (40, 25), rank=3), "tf32", 90, 3),
+    (kronecker((4, 3, 5, 6), (2, 7, 5, 3), rank=2), "float32", 80, 5),
+    (kronecker((17, 4, 7), (17, 4, 7)), "float64", 80, 4),
+    (kronecker((24, 32), (32, 24)), "bfloat16", 90, 3),
+]
+
+
+def planned(spec: LayerSpec, dtype: str, arch: int) -> tuple[Plan, Plan]:
+    """A layer's plan and that of its gradients, with states kept whether that is worth it or not."""
+    gpu = dataclasses.replace(Gpu.of(arch), sms=2)
+    chain = dataclasses.replace(Chain.of(spec, False, "identity"), tf32=dtype == "tf32")
+    found = kept.fastest(chain, dtype, MANY, gpu)
+    assert found is not None
+    chain = dataclasses.replace(chain, kept=found.features)
+    with_bias = dataclasses.replace(chain, bias=True)
+    forward = kept.forward_of(with_bias, found, dtype, MANY, gpu)
+    of_gradients = dataclasses.replace(chain, backward=True)
+    return Plan(with_bias, dtype, MANY, gpu, forward), Plan(of_gradients, dtype, MANY, gpu, found.back)
+
+
+@pytest.mark.parametrize(("spec", "dtype", "arch", "batch"), CASES, ids=str)
+def test_gradients_of_kept_states(spec: LayerSpec, dtype: str, arch: int, batch: int, emulator: Emulator) -> None:
+    forward, back = planned(spec, dtype, arch)
+    written = [line.split(" ")[2] for line in forward.text().splitlines() if line.startswith("pass ")]
+    assert [name for name in written if name[0] == "@"] == [f"@{len(spec.weight_shapes) + 1}"]
+    assert not any(line.split(" ")[2][0] == "@" for line in back.text().splitlines() if line.startswith("pass "))
+    draw = drawing(dtype)
+    x, grad, bias = draw(batch, spec.in_features), draw(batch, spec.out_features), draw(spec.out_features)
+    weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
+    kernels = emulator.compile(forward), emulator.compile(back)
+    others = np.zeros(1)  # where a kernel finds the gradients of weights
+    for seed, value in enumerate((None, None, np.inf, np.nan)):
+        if value is not None:
+            x, grad = x.copy(), grad.copy()
+            x[0, 1], grad[1, 2] = value, -value
+        outputs, errors = emulator.run(forward, kernels[0], x, weights, bias, blocks=2, seed=seed)
+        assert not errors
+        y, states = outputs[-1].reshape(batch, -1), [o for o, f in zip(outputs, forward.chain.kept, strict=False)]
+        assert [state.size for state in states] == [batch * n for n in forward.chain.kept]
+        right = naive(spec, torch.from_numpy(x), [torch.from_numpy(w) for w in weights]).numpy() + bias
+        np.testing.assert_allclose(y[2:], right[2:], rtol=0, atol=20 * EPS[dtype] * np.abs(right[2:]).max())
+        outputs, errors = emulator.run(back, kernels[1], x, [*weights, grad, others, *states], None, 2, seed)
+        assert not errors
+        made = gradients_of(outputs, back, spec)
+        check_gradients(made, spec, x, weights, grad, dtype)
+        if not seed:
+            before = made
+        elif value is None:
+            for part, other in zip(made, before, strict=True):
+                np.testing.assert_array_equal(part, other)
+
+
+def kept_text(spec: LayerSpec, dtype: str, batch_class: int = 4, bias: bool = True) -> str:
+    chain = Chain.of(spec, bias, "identity").text
+    return planner.kept(chain, dtype, HOPPER.arch, HOPPER.sms, HOPPER.shared, HOPPER.memory, batch_class)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_state_that_leaves_the_chip_is_kept(bias: bool) -> None:
+    text = kept_text(LARGE, "bfloat16", bias=bias)
+    chain = Chain.parse(text)
+    assert chain.kept and all(n % LARGE.rank == 0 for n in chain.kept)
+    limits = HOPPER.arch, HOPPER.sms, HOPPER.shared, HOPPER.memory, 4
+    of_gradients = dataclasses.replace(chain, bias=False, backward=True).text
+    apart = [Chain.of(LARGE, bias, "identity").text, all_gradients_of(LARGE).text]
+    times = [planner.predicted(each, "bfloat16", *limits) for each in (text, of_gradients, *apart)]
+    assert sum(times[:2]) < sum(times[2:])
+    plan = planner.plan_of(text, "bfloat16", 4, HOPPER)
+    assert plan.chunk == 0 or plan.chunk > 1 << 20
+    assert not any(plan.scratch[:2])  # no state lies anywhere else
+
+
+def test_a_state_that_stays_on_the_chip_is_not() -> None:
+    assert kept_text(kronecker((32, 32), (32, 32)), "bfloat16") == ""
+    assert kept_text(kronecker((64,), (64,)), "float32") == ""
+
+
+@pytest.mark.parametrize("words", ["gelu", "backward", "turn 1 4 4"])
+def test_texts_that_cannot_keep_states(words: str) -> None:
+    text = Chain.of(kronecker((2, 2), (4, 4)), words == "backward", "identity").text + f"; {words}; kept 8"
+    with pytest.raises(ValueError, match="states are kept by a Kronecker product alone"):
+        Chain.parse(text)
+
+
+def test_states_that_the_planner_does_not_keep_are_refused() -> None:
+    text = kept_text(LARGE, "bfloat16")
+    with pytest.raises(PlanError, match="states between its passes"):
+        planner.plan_of(text + "0", "bfloat16", 4, HOPPER)
