@@ -201,6 +201,14 @@ def test_fresh_weights_of_zeros_give_zeros_and_learn() -> None:
     assert any(weight.grad.any() for weight in part[0].weights)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_fresh_weights_of_what_is_no_number_are_those_of_a_fresh_layer(value: float) -> None:
+    part = nn.Sequential(nn.Linear(512, 512).double())
+    nn.init.constant_(part[0].weight, value)
+    convert(part, {"0": MONARCH}, initialize="fresh")
+    assert part[0].to_dense().std().item() == pytest.approx((3 * 512) ** -0.5, rel=0.1)
+
+
 # which layers are meant
 
 

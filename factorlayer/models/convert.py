@@ -5,6 +5,7 @@ All that is new is made first, and then swapped in: a call that fails has change
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -81,7 +82,7 @@ def convert(
             what = "dry_run=True calls no model" if dry_run else "initialize='fresh' starts from nothing"
             raise ValueError(f"convert: inputs fit layers from their projections on, and {what}: leave one of them out")
         check_batches(inputs)
-    chosen, left = select(model, mapping, "convert")
+    chosen, left = select(model, mapping, "convert", finite=initialize == "project")
     changes, made = [], []
     for each in chosen:
         weights, error = _projected(each) if initialize == "project" else (None, None)
@@ -261,10 +262,13 @@ def _structured(chosen: Chosen, weights: list[Tensor] | None, error: ProjectionE
 
 def _draw(layer: FactorLinear, matrix: Tensor) -> None:
     """Weights whose matrix has entries of the same mean square as the layer's own. Where these are zeros, the last
-    weight in the chain is, and the others as in a fresh layer, so that gradients come to it."""
+    weight in the chain is, and the others as in a fresh layer, so that gradients come to it. Where they are no numbers,
+    as in memory into which a checkpoint is yet to be loaded, all weights are as in a fresh layer."""
     if matrix.is_meta:
         return
     square = float(in_double(matrix).abs().square().mean())
+    if not math.isfinite(square):
+        return
     fresh = (2 if matrix.is_complex() else 1) / (3 * layer.in_features)  # of reset_parameters
     with torch.no_grad():
         if not square:

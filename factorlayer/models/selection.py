@@ -68,8 +68,10 @@ def settings_of(spec: LayerSpec, implementation: str = "auto") -> dict[str, Any]
     return settings if implementation == "auto" else settings | {"implementation": implementation}
 
 
-def select(model: nn.Module, mapping: Mapping[Any, Settings | None], who: str) -> tuple[list[Chosen], list[Left]]:
-    """What a mapping means of a model. Errors speak for `who`."""
+def select(
+    model: nn.Module, mapping: Mapping[Any, Settings | None], who: str, finite: bool = True
+) -> tuple[list[Chosen], list[Left]]:
+    """What a mapping means of a model. Errors speak for `who`. `finite` says that weights have to be numbers."""
     check_model(model, who)
     rules = _rules(mapping, who)
     sharing, owners = Sharing(model), owned(model)
@@ -94,6 +96,8 @@ def select(model: nn.Module, mapping: Mapping[Any, Settings | None], who: str) -
             advice = (
                 "" if selector in place.names else f"; {{{place.name!r}: None}} in front leaves this layer as it is"
             )
+            if finite:
+                _check_numbers(place, who)
             chosen.append(_chosen(place, settings, who, advice))
         elif selector in place.names:
             raise ValueError(f"{who}: {place.name} ({in_words(place.module)}) cannot be structured: {why}")
@@ -164,11 +168,14 @@ def _selects(selector: Selector, place: Place, names: Collection[str]) -> bool:
     return any(selector(name, place.module) for name in place.names)
 
 
-def _chosen(place: Place, settings: Settings, who: str, advice: str) -> Chosen:
+def _check_numbers(place: Place, who: str) -> None:
     matrix = matrix_of(place.module)
     if not matrix.is_meta and not matrix.isfinite().all():
         raise ValueError(f"{who}: {place.name} ({in_words(place.module)}) has weights that are infinite or no numbers")
-    out_features, in_features = matrix.shape
+
+
+def _chosen(place: Place, settings: Settings, who: str, advice: str) -> Chosen:
+    out_features, in_features = matrix_of(place.module).shape
     sizes = {name: value for name, value in settings.items() if name != "implementation"}
     try:
         implementation = implementation_name(settings.get("implementation", "auto"))
