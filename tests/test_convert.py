@@ -489,20 +489,35 @@ def test_what_cannot_be_restored() -> None:
 # checkpoints
 
 
-def test_a_checkpoint_from_before_is_refused_in_one_sentence() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_from_before_is_refused_in_one_sentence(strict: bool) -> None:
     plain = model()
     checkpoint = state_of(plain)
     convert(plain, {"*.mlp.*": MONARCH})
     state = state_of(plain)
     with pytest.raises(RuntimeError) as error:
-        plain.load_state_dict(checkpoint)
+        plain.load_state_dict(checkpoint, strict=strict)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith("convert: the state_dict is of the model before it was converted")
     assert "factorlayer.load_dense(model, state_dict) projects them" in str(error.value)
     assert_same_state(plain.state_dict(), state)
     outer = nn.ModuleDict({"inner": plain})
     with pytest.raises(RuntimeError, match=r"inner\.h\.0\.mlp\.c_fc\.weight"):
-        outer.load_state_dict({f"inner.{name}": value for name, value in checkpoint.items()})
+        outer.load_state_dict({f"inner.{name}": value for name, value in checkpoint.items()}, strict=strict)
+
+
+def test_a_part_of_a_checkpoint_from_before_is_loaded() -> None:
+    plain = model()
+    checkpoint = {name: torch.ones_like(value) for name, value in state_of(plain).items() if "h.0" in name}
+    convert(plain, {"*.mlp.*": MONARCH})
+    others = {name: value for name, value in state_of(plain).items() if "h.0" not in name}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_dense(plain, checkpoint)
+    load_dense(plain, checkpoint, strict=False)
+    state = plain.state_dict()
+    assert_same_state({name: state[name] for name in others}, others)
+    matrix = plain.h[0].mlp["c_fc"].to_dense()
+    assert torch.allclose(matrix, torch.ones_like(matrix))
 
 
 @pytest.mark.parametrize("dense", [nn.Linear, Conv1D], ids=["Linear", "Conv1D"])

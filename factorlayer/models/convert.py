@@ -311,12 +311,9 @@ def _is_guard(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "hook", hook) is refuse_dense
 
 
-def refuse_dense(
-    model: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *_: Any
-) -> None:
-    """Before a converted model loads anything: one error, where the checkpoint is of the model before."""
-    if not strict:
-        return
+def refuse_dense(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Before a converted model loads anything: one error, where the checkpoint is of the model before. Also with
+    strict=False, as nn.Module does not say here whether it is strict."""
     keys = [f"{prefix}{name}" for place, _, _ in converted(model) for name in place.names]
     dense = [f"{key}.weight" for key in keys if f"{key}.weight" in state_dict and f"{key}.weight_0" not in state_dict]
     if dense:
