@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformer import LENGTH, Conv1D, Transformer, tokens, turned
 
 from factorlayer import FactorLinear, FactorMLP, convert, fuse, report
@@ -51,6 +53,25 @@ def test_what_a_mapping_would_do_and_what_was_done(dense: type[nn.Module], turne
     assert line.before.bytes == 8 * (10 * (24 + 96) + 24 * 96)
     assert line.error == plain.h[0].mlp["c_fc"].projection_error.weight
     assert done.before.flops == sum(line.before.flops for line in done.lines)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    ],
+    ids=["weight_norm", "spectral_norm", "pruned weight", "pruned bias"],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_layer_whose_parameters_are_made_of_others_is_dense(change: Callable[[nn.Module], Any]) -> None:
+    plain = nn.Sequential(nn.Linear(24, 96), nn.Linear(96, 24))
+    before = report(plain, 10, {"1": MONARCH})
+    change(plain[0])
+    after = report(plain, 10, {nn.Linear: MONARCH})
+    assert after.lines == before.lines and after.lines[0].structure is None
 
 
 def test_training_counts_gradients() -> None:

@@ -13,7 +13,7 @@ from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.models.dense import bias_of, matrix_of
+from factorlayer.models.dense import is_turned
 from factorlayer.models.times import dense_spec, layer_us
 from factorlayer.tuning.timing import medians
 
@@ -48,12 +48,14 @@ class Side:
 
     @classmethod
     def of(cls, module: nn.Module) -> Side:
-        bias = bias_of(module) is not None
+        """Attributes, not parameters: under hooks, as of pruning, a dense layer's are made of others."""
+        bias = module.bias is not None
         if isinstance(module, FactorLinear):
-            weight = module.weights[0]
-            return cls(module.spec, bias, weight.dtype, weight.device, module.implementation)
-        matrix = matrix_of(module)
-        return cls(dense_spec(*reversed(matrix.shape)), bias, matrix.dtype, matrix.device)
+            first = module.weights[0]
+            return cls(module.spec, bias, first.dtype, first.device, module.implementation)
+        weight: Any = module.weight
+        out_features, in_features = reversed(weight.shape) if is_turned(module) else weight.shape
+        return cls(dense_spec(in_features, out_features), bias, weight.dtype, weight.device)
 
     @property
     def is_dense(self) -> bool:
