@@ -472,6 +472,31 @@ def test_kept_weights_come_back_in_the_dtype_of_now() -> None:
     assert torch.equal(plain.h[0].mlp["c_fc"].weight, right)
 
 
+@pytest.mark.parametrize("name", ["weight_0", "weight_1", "bias"])
+def test_a_layer_that_was_pruned_since_is_not_restored(name: str) -> None:
+    plain = model()
+    convert(plain, {"*.mlp.*": MONARCH})
+    layer = plain.h[1].mlp["c_proj"]
+    prune.l1_unstructured(layer, name, 0.5)
+    right = plain(tokens())
+    with pytest.raises(ValueError, match=rf"h\.1\.mlp\.c_proj cannot be restored: its {name} is made of other param"):
+        restore(plain)
+    assert torch.equal(plain(tokens()), right)
+    prune.remove(layer, name)
+    restore(plain)
+    torch.testing.assert_close(plain(tokens()), right, rtol=1e-9, atol=1e-9)
+
+
+def test_a_parametrized_weight_is_multiplied_out() -> None:
+    plain = model()
+    convert(plain, {"*.mlp.*": MONARCH})
+    parametrizations.weight_norm(plain.h[1].mlp["c_proj"], "weight_0")
+    right = plain(tokens())
+    restore(plain)
+    assert type(plain.h[1].mlp["c_proj"]) is nn.Linear
+    torch.testing.assert_close(plain(tokens()), right, rtol=1e-9, atol=1e-9)
+
+
 def test_what_cannot_be_restored() -> None:
     plain = model()
     with pytest.raises(ValueError, match="restore: convert has made no layer of this Transformer"):

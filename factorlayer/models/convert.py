@@ -29,6 +29,7 @@ from factorlayer.models.dense import (
     in_words,
     is_in_shards,
     load_whole,
+    made_by_hooks,
     matrix_of,
     owned,
     weight_of,
@@ -155,6 +156,12 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
             raise ValueError(
                 f"restore: {place.name} cannot be restored: {owners[id(place.module)]}; restore the model that it was "
                 "made of, such as fuse's, and make it again"
+            )
+        hooked = made_by_hooks(layer)
+        if hooked:
+            raise ValueError(
+                f"restore: {place.name} cannot be restored: its {hooked[0]} is made of other parameters by a "
+                "hook, which the dense layer would get: make it a parameter, as prune.remove does, then restore"
             )
     without = [place.name for place, _, origin in found if origin.weight is None]
     if weights == "kept" and without:

@@ -267,6 +267,14 @@ def hand_over(before: nn.Module, after: nn.Module) -> None:
     after.training = before.training
 
 
+def made_by_hooks(layer: FactorLinear) -> list[str]:
+    """Names of a layer's weights and bias that its hooks make before each call, as those of pruning do. A parametrized
+    weight is made without, but a bias has to be a parameter, as the dense layer gets it itself."""
+    names = [f"weight_{i}" for i in range(len(layer.spec.weight_shapes))]
+    made = [name for name in (*names, "bias") if name not in layer._parameters]
+    return [name for name in made if name == "bias" or not parametrize.is_parametrized(layer, name)]
+
+
 def hand_over_marks(before: nn.Module, after: nn.Module) -> None:
     """What somebody has set on a layer beside what it is made of."""
     for name, value in vars(before).items():
