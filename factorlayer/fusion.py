@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation, implementation_name
+from factorlayer.layers import is_hooked
 from factorlayer.mlp import FactorMLP
 from factorlayer.stacks.graph import Reasons, signature
 from factorlayer.stacks.pieces import InParts, Whole, piece_of
-from factorlayer.stacks.stack import STATE_HOOKS, LayerStack, RunsAsStacks, is_hooked
+from factorlayer.stacks.stack import STATE_HOOKS, LayerStack, RunsAsStacks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -52,6 +52,20 @@ def refuse_script(who: str) -> NoReturn:
     )
 
 
+HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling a module does something else than its class's forward."""
+    own = vars(module)
+    return any(own[name] for name in HOOKS) or "forward" in own
+
+
+def _is_hooked_inside(module: nn.Module) -> bool:
+    """Whether a module or a part of it is hooked."""
+    return is_hooked(module) or any(_is_hooked_inside(part) for part in module._modules.values() if part is not None)
+
+
 class FactorLinear(Recorded):
     """y = activation(x Wᵀ + bias), where W [out_features, in_features] is a Kronecker product or a Monarch matrix.
 
@@ -170,6 +184,11 @@ class FactorLinear(Recorded):
             bias = parameters["bias"]
         except KeyError:  # a parametrization has taken the place of a parameter
             weights, bias = self.weights, self.bias
+        activation = self._modules.get("activation")
+        if activation is not None and _is_hooked_inside(activation):  # then it is called, as a module of its own
+            chain = replace(self.chain, activation="identity")
+            y: Tensor = activation(run(self.spec, chain, input, weights, bias, self.implementation, "FactorLinear"))
+            return y
         if self._scalar_names:
             weights += scalars(self.activation, self._scalar_names)
         return run(self.spec, self.chain, input, weights, bias, self.implementation, "FactorLinear")

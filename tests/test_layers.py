@@ -15,9 +15,10 @@ import torch
 from oracle import dtype_id, kronecker, monarch, nearly, spec_id
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 import factorlayer.autograd.layer_ops
-from factorlayer import FactorLinear
+from factorlayer import FactorLinear, fuse
 from factorlayer.maths.spec import LayerSpec
 
 ARGUMENTS = {
@@ -355,6 +356,38 @@ def test_a_bias_may_be_taken_away_and_given(implementation: str) -> None:
     assert torch.equal(layer.bias.grad, torch.full((20,), 5.0).double())
     layer.register_parameter("bias", None)
     torch.testing.assert_close(layer(x), x @ W.T)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "naive", "batched", "fused"])
+@pytest.mark.parametrize("make", [nn.GELU, nn.PReLU, lambda: nn.Sequential(nn.Tanh(), nn.PReLU())])
+def test_an_activations_hooks_are_called(make: Callable[[], nn.Module], implementation: str) -> None:
+    layer = FactorLinear(6, 12, activation=make(), implementation=implementation, dtype=torch.float64)
+    *_, last = layer.activation.modules()
+    x, seen = torch.randn(5, 6, dtype=torch.float64), []
+    y = layer(x)
+    handles = [
+        last.register_forward_hook(lambda _, __, y: 2 * y),
+        last.register_forward_pre_hook(lambda *_: seen.append(1)),
+    ]
+    torch.testing.assert_close(layer(x), 2 * y)
+    torch.testing.assert_close(layer([x[:, :2], x[:, 2:]]), 2 * y)
+    assert len(seen) == 2
+    torch.testing.assert_close(fuse(nn.Sequential(layer, nn.Identity()))(x), 2 * y)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(layer(x), y)
+
+
+def test_an_activation_may_be_pruned() -> None:
+    """Its parameter is made anew by a hook at every call."""
+    layer = FactorLinear(6, 12, activation=nn.PReLU(), dtype=torch.float64)
+    prune.identity(layer.activation, "weight")
+    x = torch.randn(5, 6, dtype=torch.float64)
+    for slope in (0.25, 0.5):
+        with torch.no_grad():
+            layer.activation.weight_orig.fill_(slope)
+        layer(x).sum().backward()
+        torch.testing.assert_close(layer(x), nn.functional.leaky_relu(x @ layer.to_dense().T + layer.bias, slope))
 
 
 def test_sizes_may_be_numpys() -> None:

@@ -23,10 +23,10 @@ from factorlayer.activations.expression import Expression
 from factorlayer.activations.texts import activation_of
 from factorlayer.activations.tracing import TRACING, Proxy, Tracer
 from factorlayer.functional import Implementation
-from factorlayer.layers import FactorLinear
+from factorlayer.layers import FactorLinear, is_hooked
 from factorlayer.recurrences.gated import Gated
 from factorlayer.stacks.guard import Guard, Read, recording
-from factorlayer.stacks.stack import Activation, Layer, LayerStack, RunsAsStacks, is_hooked, layer_of
+from factorlayer.stacks.stack import Activation, Layer, LayerStack, RunsAsStacks, layer_of
 
 Reasons = dict[nn.Module, str | None]  # why a graph cannot look into a module: None if it can, "" of an activation
 

@@ -47,7 +47,7 @@ from factorlayer.functional import (
     tune_layer,
     why_measured_batched,
 )
-from factorlayer.layers import FactorLinear, refuse_script
+from factorlayer.layers import HOOKS, FactorLinear, refuse_script
 from factorlayer.maths.chain import MOST_INPUTS, MOST_LAYERS, MOST_TEXT, Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.stacks.frozen import Frozen
@@ -682,16 +682,9 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device}" + SHARDED * (type(tensor).__name__ == "DTensor")
 
 
-HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
 STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling a module does something else than its class's forward."""
-    own = vars(module)
-    return any(own[name] for name in HOOKS) or "forward" in own
