@@ -390,16 +390,19 @@ class FactorLinear(Recorded):
 
     def _inputs_in_words(self, inputs: Sequence[int], chosen: str, x: Tensor, batch: int) -> str:
         """The words that say whether a list is concatenated."""
-        if not isinstance(inputs, list | tuple) or min(inputs) < 1 or sum(inputs) != self.in_features:
+        if not isinstance(inputs, list | tuple) or min(inputs) < 0 or sum(inputs) != self.in_features:
             raise ValueError(
                 f"FactorLinear.explain: inputs should be features of each, in_features={self.in_features} together; "
                 f"they are {inputs}"
             )
+        some = tuple(features for features in inputs if features)
+        if len(some) == 1:
+            return "of several inputs: one has features, and runs as it is"
         if chosen == "batched" and self.chain.is_dense:
             return "of several inputs: a product for each, added up"
         if chosen != "fused":
             return f"of several inputs: concatenated, as {chosen} takes one tensor"
-        return explain_inputs(of_inputs(self.chain, tuple(inputs)), x, batch)
+        return explain_inputs(of_inputs(self.chain, some), x, batch)
 
     def _choice_in_words(self, chain: Chain, x: Tensor, batch: int) -> str:
         """The words that say where auto's choice comes from."""

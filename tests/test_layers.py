@@ -390,6 +390,12 @@ def test_an_activation_may_be_pruned() -> None:
         torch.testing.assert_close(layer(x), nn.functional.leaky_relu(x @ layer.to_dense().T + layer.bias, slope))
 
 
+def test_explain_takes_inputs_of_no_features() -> None:
+    layer = FactorLinear(12, 20)
+    assert layer.explain(5, inputs=(4, 0, 8)) == layer.explain(5, inputs=(4, 8))
+    assert layer.explain(5, inputs=(0, 12)).endswith("of several inputs: one has features, and runs as it is")
+
+
 def test_sizes_may_be_numpys() -> None:
     layer = FactorLinear(np.int64(12), np.int32(20), factors=((np.int64(3), 4), [4, torch.tensor(5)]), rank=np.int8(2))
     assert repr(layer) == repr(FactorLinear(12, 20, factors=((3, 4), (4, 5)), rank=2))
