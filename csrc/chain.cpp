@@ -122,12 +122,13 @@ static std::vector<int64_t> parse_tensors(const std::string& name, Words& words)
 
 static bool names_tensors(const std::string& name) { return name == "inputs" || name == "kept"; }
 
-// Whether a chain may keep states: a Kronecker product, with a bias at most, or all its gradients without the bias's.
-static bool may_keep(const Chain& chain, bool has_activation) {
-  const auto is_tied = [](const Contraction& c) { return c.tied; };
-  const bool is_plain = chain.inputs.empty() && !has_activation && !chain.turned && !chain.mixed && !chain.gradient;
-  return is_plain && chain.contractions.size() > 1 && std::all_of(chain.contractions.begin(), chain.contractions.end(), is_tied) &&
-         !(chain.backward && chain.bias);
+bool Chain::may_keep() const {
+  const auto are = [&](bool tied) {
+    return std::all_of(contractions.begin(), contractions.end(), [&](const Contraction& c) { return c.tied == tied; });
+  };
+  if (!inputs.empty() || x_turned || turned || mixed || gradient || slabs || slope || through || sums) return false;
+  if (contractions.size() == 2 && are(false)) return !backward && rank == 1 && !parameters();
+  return contractions.size() > 1 && are(true) && activation == "identity" && !(backward && bias);
 }
 
 static void check_stage(const std::string& stage) {
@@ -227,7 +228,8 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 //     one gradient   [turned] a contraction [bias, of a dense layer] gradient [mixed]
 //     all gradients  [inputs] [rank] contractions [bias, without a rank] backward, and without a bias [turn] [mixed]; of one
 //                    contraction also [turned] before it and [slabs] behind all; of two untied ones also [few]
-//     kept states    [rank] tied contractions [bias] kept, and [rank] tied contractions backward kept
+//     kept states    [rank] tied contractions [bias] kept, and [rank] tied contractions backward kept; two untied contractions [bias]
+//                    [activation] kept
 //     a slope        a layer that ends in an activation, slope or, without a bias, through, [sums]
 //     no product     an activation, slope or through, [sums] [turn]; sums [turn]; turn [mixed]
 static Chain parse(const std::string& text) {
@@ -244,7 +246,7 @@ static Chain parse(const std::string& text) {
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {
       chain.inputs = parse_tensors(name, words);
-    } else if (name == "kept" && may_keep(chain, has_activation)) {
+    } else if (name == "kept" && chain.may_keep()) {
       chain.kept = parse_tensors(name, words);
     } else if (name == "tf32" && (chain.turned || !chain.contractions.empty())) {
       chain.tf32 = true;

@@ -14,7 +14,8 @@
 //     NAME           an activation that has a name; or a program (expression.h), whose parameters are weights behind those of the
 //                    contractions
 //     kept a b ..    behind tied contractions and a bias, or behind "backward": states of so many features lie between passes, those of
-//                    all terms, and stay: a layer makes them beside y, and gradients are given them
+//                    all terms, and stay: a layer makes them beside y, and gradients are given them. Behind two untied contractions
+//                    and what follows them in a layer: what the first one makes stays, [o, i, p] of the second one.
 //     tf32           at the end: float32 products may be rounded to TensorFloat-32, which kernels of a CPU never do
 //
 // Stages by which a chain makes a gradient in the place of y:
@@ -80,6 +81,7 @@ struct Chain {
   int64_t sums = 0;     // features, if their sums over the samples are made, alone or beside a gradient
 
   bool makes_y() const { return !(gradient || backward || slope || through || sums) && kept.empty(); }  // and nothing else
+  bool may_keep() const;  // whether "kept" may stand behind it
   size_t parameters() const { return program ? program->parameters : 0; }
   size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;

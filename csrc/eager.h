@@ -39,8 +39,8 @@ Made forward(const std::string& chain, bool chooses, Recorded recorded, const st
 // From now on `chooses` takes the kernels of a GPU, for all numbers of samples that round up to the same power of two.
 void take(const std::string& chain, const std::string& dtype, int device, int64_t batch, bool recorded);
 
-// Says how a layer runs on a GPU that is trained with so many samples, and others of their class: by the text `kept`, which keeps
-// states, or, where it is empty, as ever. Until then the raw op makes y.
+// Says how a layer runs on a GPU that is trained with so many samples, and all that round up to the same power of two: by the text
+// `kept`, which keeps states, or, where it is empty, as ever. Until then the raw op makes y.
 void settle(const std::string& chain, const std::string& dtype, int device, int64_t batch, const std::string& kept);
 
 constexpr int kMostBits = 63;  // that `wanted` has beside its sign; a layer with more tensors is left to the raw ops

@@ -4,19 +4,23 @@ float64; when states are kept; and texts that say so."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from emulator.driver import Emulator
-from oracle import kronecker
+from oracle import kronecker, monarch
 from test_chain_backward import check_gradients, gradients_of
 from test_emulator import EPS, all_gradients_of, drawing
 
+from factorlayer.autograd.backward import kept_if_worth_it, step_texts
+from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
+from factorlayer.models.times import plan_us
 from factorlayer.plan import kept, planner
 from factorlayer.plan.plan import Plan, PlanError
 
@@ -44,7 +48,8 @@ def planned(spec: LayerSpec, dtype: str, arch: int) -> tuple[Plan, Plan]:
     with_bias = dataclasses.replace(chain, bias=True)
     forward = kept.forward_of(with_bias, found, dtype, MANY, gpu)
     of_gradients = dataclasses.replace(chain, backward=True)
-    return Plan(with_bias, dtype, MANY, gpu, forward), Plan(of_gradients, dtype, MANY, gpu, found.back)
+    keeps = tuple(range(len(found.features)))
+    return Plan(with_bias, dtype, MANY, gpu, forward, keeps), Plan(of_gradients, dtype, MANY, gpu, found.back)
 
 
 @pytest.mark.parametrize(("spec", "dtype", "arch", "batch"), CASES, ids=str)
@@ -104,14 +109,48 @@ def test_a_state_that_stays_on_the_chip_is_not() -> None:
     assert kept_text(kronecker((64,), (64,)), "float32") == ""
 
 
+def texts_of_monarch(spec: LayerSpec, dtype: str, batch: int, activation: str) -> tuple[Plan, list[str], list[str]]:
+    """The plan of a layer that keeps the state between its contractions, and the texts of a training step with it and
+    without it."""
+    text, limits = Chain.of(spec, True, activation).text, (HOPPER.arch, HOPPER.sms, HOPPER.shared, HOPPER.memory)
+    which = class_of_batch(batch)
+    kept_text = planner.kept(text, dtype, *limits, which)
+
+    def us(samples: int) -> Callable[[str], float]:
+        return lambda each: plan_us(each, samples, dtype, HOPPER)
+
+    def fits(chain: Chain) -> bool:
+        return planner.has_plan(chain.text, dtype, *limits, which)
+
+    worth = kept_if_worth_it(text, kept_text, fits, batch, us)
+    steps = [[each for each, _ in step_texts(text, kept, fits, batch, us)] for kept in (worth, "")]
+    return planner.plan_of(kept_text, dtype, which, HOPPER), *steps
+
+
+@pytest.mark.parametrize("activation", ["identity", "gelu"])
+def test_the_state_of_a_monarch_layer_is_kept(activation: str) -> None:
+    plan, with_state, without = texts_of_monarch(monarch((28, 208), (192, 27), rank=9), "bfloat16", 4245, activation)
+    buffers = [line.split(" ")[1:3] for line in plan.text().splitlines() if line.startswith("pass ")]
+    assert [read for read, _ in buffers].count("@3") == [written for _, written in buffers].count("@3") == 1
+    assert with_state[0].endswith(" kept 6804") and "kept" not in without[0]
+    made_again = [text for text in without[1:] if text not in with_state]
+    assert [Chain.parse(text).contractions[0].q for text in made_again] == [27 * 9]  # the first contraction, once more
+    assert set(with_state[1:]) < set(without[1:])
+
+
+def test_the_state_of_a_small_monarch_layer_is_not() -> None:
+    _, with_state, without = texts_of_monarch(monarch((2, 8), (8, 2)), "float32", 100, "identity")
+    assert with_state == without
+
+
 @pytest.mark.parametrize("words", ["gelu", "backward", "turn 1 4 4"])
 def test_texts_that_cannot_keep_states(words: str) -> None:
     text = Chain.of(kronecker((2, 2), (4, 4)), words == "backward", "identity").text + f"; {words}; kept 8"
-    with pytest.raises(ValueError, match="states are kept by a Kronecker product alone"):
+    with pytest.raises(ValueError, match="states are kept by a Kronecker product"):
         Chain.parse(text)
 
 
 def test_states_that_the_planner_does_not_keep_are_refused() -> None:
     text = kept_text(LARGE, "bfloat16")
-    with pytest.raises(PlanError, match="states between its passes"):
+    with pytest.raises(PlanError, match="other states than those between its passes"):
         planner.plan_of(text + "0", "bfloat16", 4, HOPPER)

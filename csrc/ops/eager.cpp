@@ -144,6 +144,9 @@ bool is_taken(const void* chain, const Site& site, int64_t batch, bool recorded)
   return found && found->batches[recorded].load(std::memory_order_relaxed) & bit_of(batch);
 }
 
+// The power of two that a number of samples rounds up to, in the place of a plan's class.
+int place_of(int64_t batch) { return __builtin_ctzll(bit_of(batch)); }
+
 // How a layer runs that is trained, as settle() says: by this text and chain, which keep states, or as ever.
 struct Trained {
   std::string text;
@@ -153,11 +156,6 @@ struct Trained {
 Table<cuda::PlanKey, Trained, cuda::KeyHash>& all_trained() {
   static Table<cuda::PlanKey, Trained, cuda::KeyHash> all;
   return all;
-}
-
-// Whether a layer that is trained on a GPU may keep states.
-bool may_keep(const Chain& chain) {
-  return chain.contractions.size() > 1 && chain.contractions[0].tied && chain.inputs.empty() && chain.activation == "identity";
 }
 
 // Whether factorlayer/functional.py would choose the fused kernels: on a GPU if it has said so, on a CPU unless the layer is one
@@ -303,7 +301,7 @@ void eager::take(const std::string& text, const std::string& dtype, int device, 
 }
 
 void eager::settle(const std::string& text, const std::string& dtype, int device, int64_t batch, const std::string& kept) {
-  const cuda::PlanKey key{&find_chain(text), dtype_named(dtype), cuda::batch_class(batch), device};
+  const cuda::PlanKey key{&find_chain(text), dtype_named(dtype), place_of(batch), device};
   all_trained().find_or_add(key, [&] { return Trained{kept, kept.empty() ? nullptr : &find_chain(kept)}; });
 }
 
@@ -350,8 +348,8 @@ eager::Made eager::forward(const std::string& text, bool chooses, Recorded recor
     return made_alone(handle_of(y));
   }
   const Trained* trained = nullptr;
-  if (is_recorded && may_keep(chain)) {
-    trained = all_trained().find({&chain, site.dtype, cuda::batch_class(batch), site.index});
+  if (is_recorded && chain.may_keep()) {
+    trained = all_trained().find({&chain, site.dtype, place_of(batch), site.index});
     if (!trained) return {};  // autograd/layer_ops.py has to ask first
   }
   const bool keeps = trained && trained->chain && recorded == Recorded::of_all;
@@ -375,6 +373,7 @@ eager::Made eager::forward(const std::string& text, bool chooses, Recorded recor
   for (size_t i = 0; i < run.kept.size(); ++i) {
     states.push_back(site.make(batch, run.kept[i]));
     params.weights[count + 1 + i] = states.back().mutable_data_ptr();
+    rows.bytes.push_back(run.kept[i] * bytes_of(site.dtype));
   }
   run_on_cuda({keeps ? trained->text : text}, &run, y, of_x > 1 ? chain.inputs[0] : in, out, params, kept, nullptr, nullptr, rows);
   Made made{{handle_of(y)}, keeps ? &trained->text : nullptr};

@@ -81,8 +81,12 @@ std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tenso
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
   params.weights[weights.size()] = params.bias;
-  for (size_t i = 0; i < chain.kept.size(); ++i) params.weights[first + i] = made[1 + i].mutable_data_ptr();
-  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept);
+  cuda::Rows rows{first, {}};
+  for (size_t i = 0; i < chain.kept.size(); ++i) {
+    params.weights[first + i] = made[1 + i].mutable_data_ptr();
+    rows.bytes.push_back(chain.kept[i] * int64_t(x.element_size()));
+  }
+  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, nullptr, nullptr, rows);
   return made;
 }
 

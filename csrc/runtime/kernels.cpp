@@ -204,7 +204,7 @@ void run(const Program& program, Part part, int64_t x_row, int64_t y_row, const 
       if (pass.beside != Pass::none) given.weights[pass.beside_place] = scratch[pass.beside - Pass::s0];
       given.y = pass.out == Pass::outside  ? static_cast<char*>(params.y) + first * y_row
                 : pass.out == Pass::second ? second
-                : pass.out == Pass::weight ? const_cast<void*>(params.weights[pass.out_place])
+                : pass.out == Pass::weight ? const_cast<void*>(given.weights[pass.out_place])
                                            : scratch[pass.out - Pass::s0];
       int64_t blocks = 0;
       if (__builtin_mul_overflow(given.batch, pass.units_per_sample, &blocks)) blocks = INT64_MAX;

@@ -34,6 +34,7 @@ LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, o
 SLAB = 32  # samples
 IN_SLABS = 64  # samples, of which there have to be a multiple
 ASKED_OF_SOME = ASKED[2] + ASKED[3]  # numbers of samples, from 65 to 2048, that times are asked for
+WORTH = 0.97  # of the time of a training step: memory for a state has to be worth that
 LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order: more than few
 
 
@@ -181,10 +182,12 @@ def gradients(
     text: str,
     wanted: int,
     through: str = "identity",
+    states: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """The gradients whose bit is set in `wanted` (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights
     behind those of the contractions are parameters of the activation. If an activation of another layer made x, the
-    gradient of x may be taken back `through` it, so that it is that of what this activation took."""
+    gradient of x may be taken back `through` it, so that it is that of what this activation took. `states` are what
+    visits read, where that has been kept."""
     fits = ops.fits_of(len(x))
     only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
@@ -205,11 +208,10 @@ def gradients(
         found = {count + 2 + i: of_scalar for i, of_scalar in zip(learns, of_scalars, strict=True)}
         wanted &= (4 << count) - 1
     both, behind = planned_behind(ops, text, wanted, len(x))
-    states = None
     if from_state := behind_state(ops, text, wanted, len(x), behind):
         # The last contractions' state is made once, for the slopes behind it and for gradients.
         last, behind = from_state
-        states = _states(ops, chain, visits_of(ops, text, wanted, len(x)), x, weights)
+        states = states or _states(ops, chain, visits_of(ops, text, wanted, len(x)), x, weights)
         grad, summed = back_to_contractions(ops, behind, grad, states[-1], [weights[i] for i in last.weights], bias)
     else:
         grad, summed = back_to_contractions(ops, behind, grad, x, weights, bias)
@@ -391,11 +393,26 @@ def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
 def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting | None) -> Launched:
     """The texts of a training step, each with its number of samples: of a layer that keeps states, whose text that is
     `kept`, or of one that keeps none."""
-    if not kept:
-        return [(text, batch), *launched_texts(text, fits, batch, us=us)]
-    layer = Chain.parse(kept)
+    layer = Chain.parse(kept or text)
+    if not kept or layer.is_monarch:
+        return [(kept or text, batch), *launched_texts(text, fits, batch, us=us, keeps=bool(kept))]
     of_bias = [(sums_text(layer.out_features), batch)] * layer.bias
     return [(kept, batch), (back_of_kept(kept), batch), *of_bias]
+
+
+def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting) -> str:
+    """The text of a Monarch layer that keeps the state between its contractions, where both are visited one after the
+    other and a training step is predicted to take less; else an empty one."""
+    ops, _ = recording(fits, us)
+    every = (4 << len(Chain.parse(text).contractions)) - 1
+    planned = visits_of(ops, text, every, batch)
+    if len(planned) < 2 or not planned[1].turned:
+        return ""
+
+    def total(kept: str) -> float:
+        return sum(us(samples)(each) for each, samples in step_texts(text, kept, fits, batch, us))
+
+    return kept if total(kept) < WORTH * total("") else ""
 
 
 @functools.lru_cache(1024)
@@ -405,22 +422,34 @@ def back_of_kept(kept: str) -> str:
 
 
 def texts(
-    text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
+    text: str,
+    fits: Callable[[Chain], bool],
+    batch: int,
+    wanted: int = -1,
+    us: Predicting | None = None,
+    keeps: bool = False,
 ) -> list[tuple[str, int]]:
     """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
-    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us)))
+    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us, keeps)))
 
 
 def launched_texts(
-    text: str, fits: Callable[[Chain], bool], batch: int, wanted: int = -1, us: Predicting | None = None
+    text: str,
+    fits: Callable[[Chain], bool],
+    batch: int,
+    wanted: int = -1,
+    us: Predicting | None = None,
+    keeps: bool = False,
 ) -> list[tuple[str, int]]:
-    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term."""
+    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term. A
+    Monarch layer may keep the state between its contractions."""
     chain = Chain.parse(text)
     weights, bias = hollow_layer(chain)
     given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
     ops, asked = recording(fits, us)
     x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
-    gradients(ops, grad_y, x, weights, bias, text, wanted & given)
+    states = [x, hollow(batch, chain.contractions[1].p * chain.contractions[1].inner)] if keeps else None
+    gradients(ops, grad_y, x, weights, bias, text, wanted & given, states=states)
     return asked
 
 

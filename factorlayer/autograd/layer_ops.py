@@ -27,6 +27,7 @@ from factorlayer.autograd.backward import (
     back_of_kept,
     counts_as,
     gradients,
+    kept_if_worth_it,
     planned_behind,
     step_texts,
     texts,
@@ -147,19 +148,25 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     lines = [f"{kernels}\nbackward{' for each term' if chain.rank > 1 else ''}:", *back]
     if kept := kept_text(text, x.dtype, device, batch):
         in_training = explain(kept, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
-        at_once = f"{kernels}\ntrained, with states between kernels kept: {in_training}\nbackward:"
-        lines = [at_once, "all gradients at once, from these states"]
+        lines[0] = f"{kernels}\ntrained, with states between kernels kept: {in_training}\nbackward, from these states:"
+        lines[1:] = ["all gradients at once"] if chain.contractions[0].tied else back
     return "\n  ".join(lines)
 
 
 def kept_text(text: str, dtype: torch.dtype, device: int, batch: int) -> str:
-    """The text of a layer that is trained with the states between its passes kept; empty where it keeps none."""
-    return _kept_text(text, dtype, device, class_of_batch(batch)) if batch else ""
+    """The text of a layer that is trained with states between its passes kept; empty where it keeps none."""
+    if not batch or not Chain.parse(text).may_keep:
+        return ""
+    return _kept_text(text, dtype, device, counts_as(batch))
 
 
 @functools.lru_cache(1024)
-def _kept_text(text: str, dtype: torch.dtype, device: int, batch_class: int) -> str:
-    return ask_planner("kept", text, dtype, batch_class, device) if Chain.parse(text).may_keep else ""
+def _kept_text(text: str, dtype: torch.dtype, device: int, batch: int) -> str:
+    kept = ask_planner("kept", text, dtype, class_of_batch(batch), device)
+    if not kept or Chain.parse(text).contractions[0].tied:
+        return kept
+    ops = cuda_ops(device, dtype)
+    return kept_if_worth_it(text, kept, ops.fits_of(batch), batch, ops.us) if ops.us else ""
 
 
 @functools.lru_cache(1024)
@@ -349,9 +356,14 @@ def _gradients_by_states(
         return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _recorded_backward)
     if not all(of_weights) or are_vectors(grad_y) or transforms_active():
         return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _raw_backward)
-    x, _, *tensors = saved
-    ops = cuda_ops(x.get_device(), x.dtype)
-    made = iter(ops.all_gradients(grad_y, x, tensors, back_of_kept(kept), of_x | of_bias << 1))
+    x, bias, *tensors = saved
+    if Chain.parse(text).contractions[0].tied:
+        made_of_all = cuda_ops(x.get_device(), x.dtype).all_gradients
+        made = iter(made_of_all(grad_y, x, tensors, back_of_kept(kept), of_x | of_bias << 1))
+    else:
+        *weights, state = tensors
+        wanted = of_x | of_bias << 1 | (4 << len(weights)) - 4
+        made = iter(_backward_on_cuda(grad_y, x, weights, bias, text, wanted, state))
     return None, *(next(made) if need else None for need in needs[1:])
 
 
@@ -611,18 +623,25 @@ def _differentiable_backward(text: str, wanted: int, *tensors: Any) -> tuple[Ten
 
 
 def _backward_on_cuda(
-    grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, chain: str, wanted: int
+    grad_y: Tensor,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    chain: str,
+    wanted: int,
+    state: Tensor | None = None,
 ) -> list[Tensor]:
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
     ops = cuda_ops(device, dtype)
-    key = chain, wanted, counts_as(batch), dtype, device
+    key = chain, wanted, counts_as(batch), dtype, device, state is None
     if batch and key not in _prepared:
-        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us), dtype, device)
+        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us, state is not None), dtype, device)
         _prepared.add(key)
+    states = None if state is None else [x, state]
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
-        return gradients(ops, grad_y, x, weights, bias, chain, wanted)
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted, states=states)
     with torch.no_grad():
-        return gradients(ops, grad_y, x, weights, bias, chain, wanted)
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted, states=states)
 
 
 _prepared: set[Hashable] = set()  # backward passes whose kernels are there, or have been

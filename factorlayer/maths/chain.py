@@ -154,7 +154,7 @@ class Chain:
             raise ValueError("it has one number of features, on which slope, through, sums and turn should agree")
         if kept and not chain.may_keep:
             raise ValueError(
-                "states are kept by a Kronecker product alone, with a bias, or by all its gradients without"
+                "states are kept by a Kronecker product with a bias, its gradients without, or a Monarch layer"
             )
         if inputs and sum(inputs) != chain.in_features:
             raise ValueError(f"its inputs have {sum(inputs)} features, the chain takes {chain.in_features}")
@@ -189,10 +189,15 @@ class Chain:
 
     @property
     def may_keep(self) -> bool:
-        """Whether states between its passes may be kept for its gradients, or its gradients made of such."""
-        asked = (self.activation != "identity", self.gradient, self.x_turned, self.turn, self.mixed, self.inputs)
-        many = len(self.contractions) > 1 and all(c.tied for c in self.contractions)
-        return many and not any(asked) and not (self.backward and self.bias)
+        """Whether states between its passes may be kept for its gradients: of a Kronecker product all of them, which
+        its gradients are made of; of a Monarch layer the one between its contractions."""
+        where = (self.inputs, self.x_turned, self.turn, self.mixed, self.slabs)
+        if any(where) or self.gradient or self.slope or self.through or self.sums:
+            return False
+        tied = [c.tied for c in self.contractions]
+        if tied == [False, False]:
+            return not self.backward and self.rank == 1 and not self.parameters
+        return len(tied) > 1 and all(tied) and self.activation == "identity" and not (self.backward and self.bias)
 
     @property
     def is_dense(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from factorlayer.autograd import layer_ops
-from factorlayer.autograd.backward import step_texts
+from factorlayer.autograd.backward import kept_if_worth_it, step_texts
 from factorlayer.autograd.runtime import class_of_batch, dtype_name, tf32_allowed
 from factorlayer.device.gpu import LIMITS, Gpu
 from factorlayer.kernels.batches import class_of
@@ -75,8 +75,14 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
         def us_of(batch: int) -> Callable[[str], float]:
             return lambda text: plan_us(text, batch, dtype, gpu)
 
-        keeps = kept(text, dtype, *limits) if Chain.parse(text).may_keep else ""
-        asked = step_texts(text, keeps, lambda back: has_plan(back.text, dtype, *limits), samples, us_of)
+        def fits(back: Chain) -> bool:
+            return has_plan(back.text, dtype, *limits)
+
+        chain = Chain.parse(text)
+        keeps = kept(text, dtype, *limits) if chain.may_keep else ""
+        if keeps and not chain.contractions[0].tied:
+            keeps = kept_if_worth_it(text, keeps, fits, samples, us_of)
+        asked = step_texts(text, keeps, fits, samples, us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
 
 

@@ -1,8 +1,9 @@
-"""Kronecker layers that keep the states between their passes for their gradients: passes forward and back that agree
-about these states, as they are found together.
+"""Layers that keep the states between their passes for their gradients, which would make them once more otherwise.
 
-Otherwise the way back makes the states once more (visits.py), which is a fifth of what it takes. What is kept is less
-than PyTorch's own operations would: a state for each term between two passes, not between two contractions.
+Of a Kronecker product the passes forward and back are found together, so that they agree about these states; what
+visits.py makes again is a fifth of the way back. What is kept is less than PyTorch's own operations would: a state for
+each term between two passes, not between two contractions. Of a Monarch layer the state between its contractions is
+kept, as the second one reads it, and its gradient as well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from factorlayer.plan.cuts import works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.gradients import all_gradients
 from factorlayer.plan.plan import PlanError
+from factorlayer.plan.products import of_each
 from factorlayer.plan.visits import apart_us, back_by_visits, ordered, ways_to_visit
 from factorlayer.plan.works import least_us, tile_all
 
@@ -36,17 +38,29 @@ class Kept(NamedTuple):
 
 
 def features_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[int, ...]:
-    """The features of the states that are kept between passes of a layer that is trained; none where it keeps none."""
-    found = _worth_it(replace(chain, bias=False), dtype, batch, gpu) if chain.may_keep else None
+    """The features of the states that a layer may keep between passes if it is trained; none where it keeps none."""
+    if not chain.may_keep:
+        return ()
+    if chain.is_monarch:
+        return (chain.contractions[0].outer * chain.contractions[0].q,)
+    found = _worth_it(replace(chain, bias=False), dtype, batch, gpu) if chain.contractions[0].tied else None
     return found.features if found else ()
 
 
-def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The passes of a layer that keeps states, or of all its gradients. Raises PlanError if the text names others."""
-    found = _worth_it(replace(chain, kept=(), backward=False, bias=False), dtype, batch, gpu)
+def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], tuple[int, ...]]:
+    """The passes of a layer that keeps states, and which of those that they hand on; or the passes of all its
+    gradients. Raises PlanError if the text names others."""
+    plain = replace(chain, kept=())
+    if chain.is_monarch:
+        first, second = of_each(plain, dtype, batch, gpu)
+        if chain.kept == features_of(plain, dtype, batch, gpu):
+            return (*first, *second), (len(first) - 1,)
+    found = _worth_it(replace(plain, backward=False, bias=False), dtype, batch, gpu) if not chain.is_monarch else None
     if found is None or found.features != chain.kept:
-        raise PlanError(f"{chain.text!r} keeps {found.features if found else 'no'} states between its passes")
-    return found.back if chain.backward else forward_of(chain, found, dtype, batch, gpu)
+        raise PlanError(f"{chain.text!r} names other states than those between its passes")
+    if chain.backward:
+        return found.back, ()
+    return forward_of(chain, found, dtype, batch, gpu), tuple(range(len(chain.kept)))
 
 
 def forward_of(chain: Chain, found: Kept, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

@@ -20,12 +20,11 @@ from factorlayer.plan.registry.product import OF_SLABS, OF_TURN
 
 @functools.lru_cache(256)
 def plan(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Plan:
-    return Plan(chain, dtype, batch, gpu, with_halves(_passes(chain, dtype, batch, gpu)))
+    passes, keeps = kept.passes_of(chain, dtype, batch, gpu) if chain.kept else (_passes(chain, dtype, batch, gpu), ())
+    return Plan(chain, dtype, batch, gpu, with_halves(passes), keeps)
 
 
 def _passes(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    if chain.kept:
-        return kept.passes_of(chain, dtype, batch, gpu)
     if chain.gradient:
         return gradients.of_weight(chain, dtype, batch, gpu)
     if chain.slope or chain.through or chain.sums:

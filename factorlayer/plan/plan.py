@@ -64,29 +64,32 @@ class Plan:
     batch: int
     gpu: Gpu
     passes: tuple[Pass, ...]
+    keeps: tuple[int, ...] = ()  # states that are kept behind the bias: the first pass's that hands one on is 0
 
     @property
     def us(self) -> float:
         return sum(p.us for p in self.passes)
 
     @property
-    def _handing_on(self) -> tuple[Pass, ...]:
-        """Passes whose state the next one reads, and nobody keeps."""
-        return tuple(p for p in self.passes[:-1] if p.writes == "state" and not self.chain.kept)
+    def _handed_on(self) -> tuple[tuple[int, Pass], ...]:
+        """States that the next pass reads and nobody keeps, and the passes that make them."""
+        makers = [p for p in self.passes[:-1] if p.writes == "state"]
+        return tuple((i, p) for i, p in enumerate(makers) if i not in self.keeps)
 
     @property
     def scratch(self) -> tuple[int, ...]:
         """Bytes of the first two buffers for one sample, of the third, and of further ones for one sample."""
-        states = [p.output_bytes for p in self._handing_on]
         s0, s1, *others = map(max, itertools.zip_longest(*(p.scratch for p in self.passes), fillvalue=0))
-        return max([s0, *states[0::2]]), max([s1, *states[1::2]]), *others
+        for i, p in self._handed_on:
+            s0, s1 = (s0, max(s1, p.output_bytes)) if i % 2 else (max(s0, p.output_bytes), s1)
+        return s0, s1, *others
 
     @property
     def chunk(self) -> int:
         """How many samples go through all passes together: a multiple of CHUNK, so that any rows of them are whole
         pieces of 16 bytes; 0 stands for the whole batch."""
         bounds = [p.most_samples for p in self.passes if p.most_samples]
-        bounds += [CHUNK_BYTES // max(self.scratch[:2])] if self._handing_on else []
+        bounds += [CHUNK_BYTES // max(self.scratch[:2])] if self._handed_on else []
         return max(CHUNK, min(bounds) // CHUNK * CHUNK) if bounds else 0
 
     def _buffers(self, i: int) -> tuple[str, str]:
@@ -95,7 +98,9 @@ class Plan:
         last = i == len(self.passes) - 1
 
         def of(state: int) -> str:
-            return f"@{self.chain.weights + 1 + state}" if self.chain.kept else f"s{state % 2}"
+            if state in self.keeps:
+                return f"@{self.chain.weights + 1 + self.keeps.index(state)}"
+            return f"s{state % 2}"
 
         read = p.reads if p.reads != "state" else of(before - 1) if before else "x"
         return read, p.writes if p.writes != "state" else "y" if last else of(before)

@@ -25,14 +25,18 @@ TURNED = 1.1
 STRIDED = {2: 6.0, 4: 1.8, 8: 1.5}  # times what a pass is predicted to take whose p's do not lie side by side
 
 
-def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """A pass for each contraction. A pass that reads what the one before has made last takes the last samples first,
-    where that is faster."""
+def of_each(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> list[tuple[Pass, ...]]:
+    """A pass for each contraction, and maybe one that turns what it makes. A pass that reads what the one before has
+    made last takes the last samples first, where that is faster."""
     each = products(chain, dtype)
     last = len(each) - 1
     made = [_stored(product, batch, gpu, i == 0, i == last) for i, product in enumerate(each)]
-    made = [(p.from_the_end(), *turn) if i % 2 else (p, *turn) for i, (p, *turn) in enumerate(made)]
-    passes = tuple(itertools.chain(*made))
+    return [(p.from_the_end(), *turn) if i % 2 else (p, *turn) for i, (p, *turn) in enumerate(made)]
+
+
+def one_by_one(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
+    """The passes of each contraction, one behind the other."""
+    passes = tuple(itertools.chain(*of_each(chain, dtype, batch, gpu)))
     first = chain.contractions[0]
     if first.tied or first.inner == 1 or chain.x_turned or chain.inputs:
         return passes

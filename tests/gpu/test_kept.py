@@ -8,18 +8,22 @@ import gc
 import pytest
 import torch
 from forward_rule import DTYPES, arithmetic, poison
-from oracle import kronecker
+from oracle import kronecker, monarch
 from torch import Tensor
 
 from factorlayer import FactorLinear
+from factorlayer.autograd import layer_ops
 from factorlayer.functional import factor_linear
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 
-LAYERS = [  # which keep states in every dtype
+LAYERS = [  # which keep states in nearly every dtype
     (kronecker((16, 16, 8, 24, 16), (16, 16, 8, 24, 16), rank=3), 9),
     (kronecker((57, 118, 140), (57, 118, 140), rank=3), 5),
     (kronecker((8, 40, 104, 24), (16, 8, 112, 40)), 30),
     (kronecker((21, 4, 24, 31, 15), (21, 4, 24, 31, 15)), 7),
+    (monarch((64, 64), (64, 64)), 16384),
+    (monarch((36, 264), (264, 36), rank=8), 2229),
 ]
 TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3, "tf32": 4e-3, "float32": 2e-5, "float64": 1e-12}
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -39,9 +43,24 @@ def tensors(spec: LayerSpec, dtype: str, batch: int) -> tuple[Tensor, list[Tenso
     return x, weights, bias, made(batch, spec.out_features)
 
 
+def layer_of(
+    spec: LayerSpec, x: Tensor, weights: list[Tensor], bias: Tensor, implementation: str = "fused", activation: str = ""
+) -> Tensor:
+    rank = spec.rank if spec.structure == "kronecker" else None
+    return factor_linear(
+        x,
+        weights,
+        bias,
+        activation=activation or None,
+        structure=spec.structure,
+        rank=rank,
+        implementation=implementation,
+    )
+
+
 def right(spec: LayerSpec, x: Tensor, weights: list[Tensor], bias: Tensor, grad: Tensor) -> list[Tensor]:
     leaves = [t.detach().double().requires_grad_() for t in (x, *weights, bias)]
-    y = factor_linear(leaves[0], leaves[1:-1], leaves[-1], rank=spec.rank, implementation="batched")
+    y = layer_of(spec, leaves[0], leaves[1:-1], leaves[-1], "batched")
     return [y, *torch.autograd.grad(y, leaves, grad.double())]
 
 
@@ -56,13 +75,15 @@ def test_gradients_of_everything(spec: LayerSpec, batch: int, dtype: str) -> Non
     x, weights, bias, grad = tensors(spec, dtype, batch)
     with arithmetic(dtype):
         poison(batch * spec.out_features * x.element_size())
-        y = factor_linear(x, weights, bias, rank=spec.rank, implementation="fused")
-        assert keeps(y)
+        y = layer_of(spec, x, weights, bias)
+        chain = Chain.of(spec, True, "identity")
+        assert keeps(y) == bool(layer_ops.kept_text(layer_ops.text_for(chain, x), x.dtype, x.get_device(), batch))
+        assert keeps(y) or dtype == "float32"
         poison(batch * spec.in_features * x.element_size())
         found = torch.autograd.grad(y, [x, *weights, bias], grad, retain_graph=True)
         again = torch.autograd.grad(y, [x, *weights, bias], grad)
-        once_more = factor_linear(x, weights, bias, rank=spec.rank, implementation="fused")  # by the eager call
-        assert keeps(once_more)
+        once_more = layer_of(spec, x, weights, bias)  # by the eager call
+        assert keeps(once_more) == keeps(y)
         by_eager = torch.autograd.grad(once_more, [x, *weights, bias], grad)
     assert torch.equal(y, once_more)
     for first, second, third in zip(found, again, by_eager, strict=True):  # nothing that was kept has changed
@@ -71,12 +92,28 @@ def test_gradients_of_everything(spec: LayerSpec, batch: int, dtype: str) -> Non
         assert (made.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+@dtypes
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
+def test_a_monarch_layer_with_an_activation(activation: str, dtype: str) -> None:
+    spec, batch = LAYERS[5]
+    x, weights, bias, grad = tensors(spec, dtype, batch)
+    with arithmetic(dtype):
+        y = layer_of(spec, x, weights, bias, activation=activation)
+        assert keeps(y)
+        found = torch.autograd.grad(y, [x, *weights, bias], grad)
+    leaves = [t.detach().double().requires_grad_() for t in (x, *weights, bias)]
+    expected = layer_of(spec, leaves[0], leaves[1:-1], leaves[-1], "batched", activation)
+    for made, each in zip(found, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        assert (made.double() - each).norm() <= 2 * TOLERANCE[dtype] * each.norm()
+
+
+@pytest.mark.parametrize("number", [0, 5])
 @pytest.mark.parametrize("wanted", ["x", "one weight", "bias", "all but x"])
-def test_some_gradients(wanted: str) -> None:
-    spec, batch = LAYERS[0]
+def test_some_gradients(wanted: str, number: int) -> None:
+    spec, batch = LAYERS[number]
     x, weights, bias, grad = tensors(spec, "float32", batch)
-    asked = {"x": [x], "one weight": [weights[2]], "bias": [bias], "all but x": [*weights, bias]}[wanted]
-    y = factor_linear(x, weights, bias, rank=spec.rank, implementation="fused")
+    asked = {"x": [x], "one weight": [weights[1]], "bias": [bias], "all but x": [*weights, bias]}[wanted]
+    y = layer_of(spec, x, weights, bias)
     assert keeps(y)
     expected = dict(zip(map(id, (x, *weights, bias)), right(spec, x, weights, bias, grad)[1:], strict=True))
     for leaf, made in zip(asked, torch.autograd.grad(y, asked, grad), strict=True):
@@ -86,20 +123,20 @@ def test_some_gradients(wanted: str) -> None:
 def test_gradients_that_are_differentiated_again() -> None:
     spec, batch = kronecker((8, 40, 104, 24), (16, 8, 112, 40)), 3
     x, weights, bias, grad = tensors(spec, "float64", batch)
-    y = factor_linear(x, weights, bias, implementation="fused")
+    y = layer_of(spec, x, weights, bias)
     assert keeps(y)
     (of_x,) = torch.autograd.grad(y, x, grad, create_graph=True)
     made = torch.autograd.grad(of_x.square().sum(), weights)
-    z = factor_linear(x, weights, bias, implementation="batched")
+    z = layer_of(spec, x, weights, bias, "batched")
     (of_x,) = torch.autograd.grad(z, x, grad, create_graph=True)
     for one, other in zip(made, torch.autograd.grad(of_x.square().sum(), weights), strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()
 
 
 def test_several_vectors_at_once() -> None:
-    spec, batch = LAYERS[2]
+    spec, batch = LAYERS[0]
     x, weights, bias, grad = tensors(spec, "float32", batch)
-    y = factor_linear(x, weights, bias, implementation="fused")
+    y = layer_of(spec, x, weights, bias)
     assert keeps(y)
     grads = torch.stack([grad, -2 * grad])
     made = torch.autograd.grad(y, [x, weights[0]], grads, is_grads_batched=True, retain_graph=True)
@@ -111,14 +148,14 @@ def test_several_vectors_at_once() -> None:
 
 def test_frozen_weights_keep_nothing_and_a_weight_changed_in_place_is_found_out() -> None:
     spec, batch = LAYERS[2]
-    x, weights, bias, grad = tensors(spec, "float32", batch)
-    y = factor_linear(x, weights, bias, implementation="fused")
+    x, weights, bias, grad = tensors(spec, "bfloat16", batch)
+    y = layer_of(spec, x, weights, bias)
     with torch.no_grad():
         weights[1].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward(grad)
     weights[1].requires_grad_(False)
-    assert not keeps(factor_linear(x, weights, bias, implementation="fused"))
+    assert not keeps(layer_of(spec, x, weights, bias))
 
 
 def test_memory_goes_with_the_graph() -> None:
@@ -126,7 +163,7 @@ def test_memory_goes_with_the_graph() -> None:
     x, weights, bias, grad = tensors(spec, "bfloat16", batch)
 
     def step() -> None:
-        y = factor_linear(x, weights, bias, rank=spec.rank, implementation="fused")
+        y = layer_of(spec, x, weights, bias)
         assert keeps(y)
         torch.autograd.grad(y, [x, *weights, bias], grad)
 
@@ -143,7 +180,7 @@ def test_a_graph_replays_it() -> None:
     x, weights, bias, grad = tensors(spec, "bfloat16", batch)
 
     def step() -> tuple[Tensor, ...]:
-        y = factor_linear(x, weights, bias, implementation="fused")
+        y = layer_of(spec, x, weights, bias)
         return torch.autograd.grad(y, [x, *weights, bias], grad)
 
     expected = step()
