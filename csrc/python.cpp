@@ -11,8 +11,10 @@
 #pragma weak PyGILState_Release
 #pragma weak PyImport_ImportModule
 #pragma weak PyList_GetItem
+#pragma weak PyList_GetSlice
 #pragma weak PyList_New
 #pragma weak PyList_SetItem
+#pragma weak PyList_Size
 #pragma weak PyLong_AsLong
 #pragma weak PyModule_AddIntConstant
 #pragma weak PyModule_AddStringConstant
@@ -25,6 +27,7 @@
 #pragma weak PyObject_IsTrue
 #pragma weak PyObject_SetAttr
 #pragma weak PyObject_Str
+#pragma weak PySequence_Concat
 #pragma weak PySequence_Tuple
 #pragma weak PyTuple_GetItem
 #pragma weak PyTuple_GetSlice
@@ -397,8 +400,9 @@ PyObject* record(PyObject*, PyObject* given) {
   const Object more(made_states ? PySequence_Concat(tensors.get(), made_states) : nullptr);
   if (made_states) {
     Py_DecRef(std::exchange(made_states, nullptr));
+    const Object name(PyUnicode_FromStringAndSize("kept", 4));
     const Object kept(PyUnicode_FromStringAndSize(made_by_text->data(), Py_ssize_t(made_by_text->size())));
-    if (!more.get() || PyObject_SetAttrString(context, "kept", kept.get())) return nullptr;
+    if (!more.get() || PyObject_SetAttr(context, name.get(), kept.get())) return nullptr;
   }
   PyObject* const saved = more.get() ? more.get() : less.get() ? less.get() : tensors.get();
   if (PyObject_SetAttr(context, known.to_save, saved)) return nullptr;

@@ -401,7 +401,7 @@ def test_a_stack_is_apart_where_batched_is_predicted_faster(
         return answers[batch_class]
 
     monkeypatch.setattr(layer_ops, "ask_planner", ask)
-    monkeypatch.setattr(predicted, "launched_texts", lambda *_, **__: [])
+    monkeypatch.setattr(predicted, "step_texts", lambda text, kept, fits, batch, us: [(text, batch)])
     monkeypatch.setattr(predicted, "cuda_ops", lambda *_: Ops(*[None] * 5))  # type: ignore[arg-type]
     for training, asked in ((False, [STACK]), (True, [STACK, f"{STACK} | backward"])):
         monkeypatch.setattr(predicted, "runs_on_gpu", lambda *_: ((0, 3, STACK),))

@@ -230,7 +230,11 @@ def fused(chain: Chain, x: Tensor, weights: Sequence[Tensor], bias: Tensor | Non
         if transforms_active():
             y = _TransformableChain.apply(text, x, bias, *weights)
         elif is_compiling():
-            y = _Chain.apply(text, x, bias, *weights) if recorded else _forward(x, weights, bias, text)
+            kept = _kept_in_graph(text, x, weights) if recorded else ""
+            if kept:
+                y = _KeptInGraph.apply(text, kept, x, bias, *weights)
+            else:
+                y = _Chain.apply(text, x, bias, *weights) if recorded else _forward(x, weights, bias, text)
         elif recorded:
             refuse_traced_gradients()
             kept = _kept_for(text, x, weights) if x.is_cuda else ""
@@ -250,6 +254,22 @@ def _kept_for(text: str, x: Tensor, weights: Sequence[Tensor]) -> str:
     kept = kept_text(text, x.dtype, device, batch)
     settle(text, dtype_name(x.dtype), device, batch, kept)
     return kept if all(weight.requires_grad for weight in weights) else ""
+
+
+def _kept_in_graph(text: str, x: Tensor, weights: Sequence[Tensor]) -> str:
+    """The same in a compiled graph, which is for any number of samples: of a Monarch layer, whose state is the same for
+    all of them, by what many would take."""
+    if not x.is_cuda or not all(weight.requires_grad for weight in weights):
+        return ""
+    return kept_for_many(text, x.dtype, x.get_device())
+
+
+def kept_for_many(text: str, dtype: torch.dtype, device: int) -> str:
+    """The text of a Monarch layer that keeps its state if it is trained with many samples; else an empty one."""
+    return kept_text(text, dtype, device, BATCHES[-1]) if Chain.parse(text).is_monarch else ""
+
+
+kept_for_many._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def product(x: Tensor, weights: Sequence[Tensor], text: str) -> Tensor:
@@ -365,6 +385,32 @@ def _gradients_by_states(
         wanted = of_x | of_bias << 1 | (4 << len(weights)) - 4
         made = iter(_backward_on_cuda(grad_y, x, weights, bias, text, wanted, state))
     return None, *(next(made) if need else None for need in needs[1:])
+
+
+class _KeptInGraph(Function):
+    """The same in a compiled graph, where the op for layers one behind another makes the gradients of this one."""
+
+    @staticmethod
+    def forward(ctx: Any, text: str, kept: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.text, ctx.kept, ctx.given = text, kept, 2 + len(weights)
+        y, *states = torch.ops.factorlayer.forward_states.default(x, weights, bias, kept)
+        ctx.save_for_backward(x, bias, *weights, *states)
+        made: Tensor = y
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
+        given, states = saved[: ctx.given], saved[ctx.given :]
+        if torch.is_grad_enabled():
+            return None, *_gradients(ctx.text, needs, grad_y, given, _recorded_backward)
+        x, bias, *weights = given
+        tensors = weights if bias is None else [*weights, bias]
+        places = [0, len(weights) + 1, *range(1, len(weights) + 1)]  # of x, the bias and the weights
+        wanted = [place for place, need in zip(places, needs[1:], strict=True) if need]
+        op = torch.ops.factorlayer.layers_backward.default
+        made = dict(zip(sorted(wanted), op(grad_y, x, states, tensors, ctx.kept, sorted(wanted)), strict=True))
+        return None, None, *(made[place] if need else None for place, need in zip(places, needs[1:], strict=True))
 
 
 _apply_kept = super(Function, _KeptChain).apply

@@ -18,6 +18,7 @@ from torch import Tensor
 from factorlayer.activations.results import from_result
 from factorlayer.autograd.backward import (
     Ops,
+    back_of_kept,
     back_through,
     gradients,
     hollow,
@@ -72,7 +73,8 @@ def _is_handed(layer: str, behind: str, dtype: torch.dtype, device: int, batch_c
 def backward_by_layers(
     grad: Tensor, x: Tensor, states: Sequence[Tensor], tensors: Sequence[Tensor], text: str, wanted: Sequence[int]
 ) -> list[Tensor]:
-    """The gradients at the places `wanted` in x and the tensors, from the states that all layers but the last made."""
+    """The gradients at the places `wanted` in x and the tensors, from the states that all layers but the last made, and
+    behind them those that layers have kept, whose texts say so."""
     prepare_layers(text, wanted, len(x), x.dtype, x.get_device())
     made = _Layers(cuda_ops(x.get_device(), x.dtype), all_at_once, x.dtype, x.get_device())
     return made.gradients(grad, x, states, tensors, text, wanted)
@@ -109,6 +111,7 @@ def texts_by_layers(
 
     layers = list(map(Chain.parse, text.split(" | ")))
     x, *states, y = (hollow(batch, n) for n in (layers[0].in_features, *(layer.out_features for layer in layers)))
+    states += [hollow(batch, n) for layer in layers for n in layer.kept]
     tensors = [t for weights, bias in map(hollow_layer, layers) for t in (*weights, bias) if t is not None]
     _Layers(ops, at_once, dtype, device).gradients(y, x, states, tensors, text, wanted)
     return asked
@@ -132,18 +135,23 @@ class _Layers:
         text: str,
         wanted: Sequence[int],
     ) -> list[Tensor]:
-        layers, counts = text.split(" | "), tensors_of(text)
-        handed = handed_back(text, self.dtype, self.device, class_of_batch(len(x)))
+        given, counts = text.split(" | "), tensors_of(text)
+        layers = list(map(_without_states, given))
+        handed = handed_back(" | ".join(layers), self.dtype, self.device, class_of_batch(len(x)))
         found: dict[int, Tensor] = {}
-        end = len(tensors) + 1
-        for i, read in reversed(list(enumerate((x, *states)))):
+        end, last = len(tensors) + 1, len(layers) - 1
+        kept = list(states[last:])
+        for i, read in reversed(list(enumerate((x, *states[:last])))):
             begin = end - counts[i]
             own = [place for place in wanted if begin <= place < end]
             goes_on = any(place < begin for place in wanted)
             places = [0] * goes_on + [place - begin + 1 for place in own]
             layer = _without_activation(layers[i]) if handed[i] else layers[i]
             through = Chain.parse(layers[i - 1]).activation if goes_on and i and handed[i - 1] else "identity"
-            made = self._of_layer(grad, read, tensors[begin - 1 : end - 1], layer, places, through)
+            own_states = kept[len(kept) - len(Chain.parse(given[i]).kept) :]
+            del kept[len(kept) - len(own_states) :]
+            back = back_of_kept(given[i]) if own_states else ""
+            made = self._of_layer(grad, read, tensors[begin - 1 : end - 1], layer, places, through, back, own_states)
             found.update(zip(own, made[goes_on:], strict=True))
             if not goes_on:
                 break
@@ -151,9 +159,18 @@ class _Layers:
         return [found[place] if place else grad for place in wanted]
 
     def _of_layer(
-        self, grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, places: Sequence[int], through: str
+        self,
+        grad: Tensor,
+        x: Tensor,
+        tensors: Sequence[Tensor],
+        text: str,
+        places: Sequence[int],
+        through: str,
+        back: str,
+        states: Sequence[Tensor],
     ) -> list[Tensor]:
-        """The gradients of one layer. That of x is taken back through the activation that made x."""
+        """The gradients of one layer. That of x is taken back through the activation that made x. `states` are those
+        that it has kept, of which, of a Kronecker product, the text `back` makes all gradients."""
         if has_backward(text, self.dtype, self.device, class_of_batch(len(x))):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
@@ -163,7 +180,15 @@ class _Layers:
         if bias is None:
             weights.append(last)
         bits = [1 if not place else 2 << place if place <= len(weights) else 2 for place in places]
-        found = gradients(self.ops, grad, x, weights, bias, text, sum(bits), through)
+        wanted, chain = sum(bits), Chain.parse(text)
+        if not states or wanted >> 2 != (1 << len(chain.contractions)) - 1:
+            found = gradients(self.ops, grad, x, weights, bias, text, wanted, through)
+        elif chain.contractions[0].tied:
+            found = self.ops.all_gradients(grad, x, [*weights, *states], back, wanted & 3)
+            if wanted & 1:
+                found[0] = back_through(self.ops, found[0], x, through)
+        else:
+            found = gradients(self.ops, grad, x, weights, bias, text, wanted, through, [x, *states])
         return [dict(zip(sorted(bits), found, strict=True))[bit] for bit in bits]
 
 
@@ -180,6 +205,11 @@ def all_at_once(grad: Tensor, x: Tensor, tensors: Sequence[Tensor], text: str, p
 def tensors_of(text: str) -> tuple[int, ...]:
     """How many tensors each layer of a text has."""
     return tuple(Chain.parse(layer).tensors for layer in text.split(" | "))
+
+
+@functools.lru_cache(1024)
+def _without_states(layer: str) -> str:
+    return replace(Chain.parse(layer), kept=()).text
 
 
 @functools.lru_cache(1024)

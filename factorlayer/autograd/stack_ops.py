@@ -27,6 +27,8 @@ from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import (
     ask_planner,
     has_kernel,
+    kept_for_many,
+    kept_text,
     missing_extension,
     predicted_us,
     raise_better,
@@ -39,6 +41,7 @@ from factorlayer.autograd.layerwise import (
     all_at_once,
     backward_by_layers,
     handed_back,
+    has_backward,
     prepare_layers,
     tensors_of,
     texts_by_layers,
@@ -233,12 +236,36 @@ def texts_of_run(text: str, batch: int, dtype: torch.dtype, device: int, trained
     if not text.endswith(STATES):
         return [(text, batch), (f"{text} | backward", batch)][: 1 + trained]
     layers = text.removesuffix(STATES)
-    everything = range(1 + sum(_tensors(layers)))
-    return [*_stored(layers, batch, dtype, device), *texts_by_layers(layers, everything, batch, dtype, device)]
+    everything, kept = range(1 + sum(_tensors(layers))), keeping(layers, dtype, device, batch)
+    return [*_stored(layers, kept, batch, dtype, device), *texts_by_layers(kept, everything, batch, dtype, device)]
 
 
-def _stored(layers: str, batch: int, dtype: torch.dtype, device: int) -> list[tuple[str, int]]:
-    return [(part + STATES * (" | " in part), batch) for part in _parts(layers, dtype, device)]
+def _stored(layers: str, kept: str, batch: int, dtype: torch.dtype, device: int) -> list[tuple[str, int]]:
+    return [(part + STATES * (" | " in part), batch) for part in _kept_parts(layers, kept, dtype, device)]
+
+
+def _kept_parts(layers: str, kept: str, dtype: torch.dtype, device: int) -> list[str]:
+    """The parts of _parts(), of which single layers say what they keep."""
+    each, at, made = kept.split(" | "), 0, []
+    for part in _parts(layers, dtype, device):
+        made.append(part if " | " in part else each[at])
+        at += 1 + part.count(" | ")
+    return made
+
+
+@known
+def keeping(layers: str, dtype: torch.dtype, device: int, batch: int | None) -> str:
+    """Layers that are trained one by one, of which those say so that keep states between their kernels: with a batch,
+    or in a graph, which is for any."""
+    alone = {part for part in _parts(layers, dtype, device) if " | " not in part}
+
+    def of(layer: str) -> str:
+        if layer not in alone or has_backward(layer, dtype, device, class_of_batch(batch or MANY)):
+            return layer
+        kept = kept_for_many(layer, dtype, device) if batch is None else kept_text(layer, dtype, device, batch)
+        return kept or layer
+
+    return " | ".join(map(of, layers.split(" | ")))
 
 
 @known
@@ -273,7 +300,8 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
             refuse_traced_gradients()
             y = _apply_stack(text, x, *tensors)
         elif text.endswith(STATES):
-            y = _made_by_layers(text.removesuffix(STATES), x, tensors, stored=False)[-1]
+            layers = text.removesuffix(STATES)
+            y = _made_by_layers(layers, layers, x, tensors, stored=False)[0][-1]
         else:
             y = _forward(x, tensors, text) if compiling else _forward_now(x, tensors, text)
     except RuntimeError as error:
@@ -282,44 +310,69 @@ def fused_stack(text: str, x: Tensor, tensors: Sequence[Tensor], recorded: bool)
     return y
 
 
-def _made_by_layers(text: str, x: Tensor, tensors: Sequence[Tensor], stored: bool) -> list[Tensor]:
-    """What each layer makes if it is to be `stored`; else what the last layer of each part makes."""
+def _made_by_layers(
+    text: str, kept: str, x: Tensor, tensors: Sequence[Tensor], stored: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What each layer makes if it is to be `stored`; else what the last layer of each part makes. And the states that
+    layers keep, whose texts in `kept` say so."""
     made, at = [x], 0
+    states: list[Tensor] = []  # torch.compile knows no list[Tensor]()
     forward = _forward if is_compiling() else _forward_now
-    for part in _parts(text, x.dtype, x.get_device()):
+    for part in _kept_parts(text, kept, x.dtype, x.get_device()):
         own = tensors[at : at + sum(_tensors(part))]
         at += len(own)
         stores = stored and " | " in part
         try:
-            made += _states(made[-1], own, part) if stores else [forward(made[-1], own, part)]
+            if stores:
+                made += _states(made[-1], own, part)
+            elif " kept " in part:
+                y, *further = _keep(made[-1], own, part)
+                made.append(y)
+                states += further
+            else:
+                made.append(forward(made[-1], own, part))
         except RuntimeError as error:
             raise_better(error, part + STATES * stores, x)
             raise
-    return made[1:]
+    return made[1:], states
+
+
+@known
+def _has_bias(layer: str) -> bool:
+    return Chain.parse(layer).bias
+
+
+def _keep(x: Tensor, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
+    weights, bias = (tensors[:-1], tensors[-1]) if _has_bias(layer) else (tensors, None)
+    op = torch.ops.factorlayer.forward_states.default
+    made: list[Tensor] = (op if is_compiling() else op._op)(x, weights, bias, layer)
+    return made
 
 
 _prepared: set[Hashable] = set()
 
 
-def _prepare_training(text: str, x: Tensor, needs: tuple[bool, ...]) -> None:
+def _prepare_training(text: str, kept: str, x: Tensor, needs: tuple[bool, ...]) -> None:
     """Compiles and loads, before a first forward pass, what it runs and what the backward pass behind it runs."""
     device, batch = x.get_device(), len(x)
-    key = text, needs, class_of_batch(batch), x.dtype, device
+    key = kept, needs, class_of_batch(batch), x.dtype, device
     if batch and key not in _prepared:
         wanted = [place for place, need in enumerate(needs) if need]
-        prepare_layers(text, wanted, batch, x.dtype, device, _stored(text, batch, x.dtype, device))
+        prepare_layers(kept, wanted, batch, x.dtype, device, _stored(text, kept, batch, x.dtype, device))
         _prepared.add(key)
 
 
 class _Stack(Function):
     @staticmethod
     def forward(ctx: Any, text: str, x: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.text = text
+        ctx.text = ctx.layers = text
         if text.endswith(STATES):
             layers = text.removesuffix(STATES)
+            ctx.layers = kept = _kept_by(layers, x, is_compiling() or all(ctx.needs_input_grad[2:]))
             if not is_compiling():
-                _prepare_training(layers, x, ctx.needs_input_grad[1:])
-            *states, y = _made_by_layers(layers, x, tensors, stored=True)
+                _prepare_training(layers, kept, x, ctx.needs_input_grad[1:])
+            made, further = _made_by_layers(layers, kept, x, tensors, stored=True)
+            states, y = [*made[:-1], *further], made[-1]
         else:
             states, y = [], _forward(x, tensors, text)
         ctx.save_for_backward(*states, x, *tensors)
@@ -330,20 +383,28 @@ class _Stack(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
-        return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, saved[: ctx.states], saved[ctx.states :])
+        return _back(ctx.text, ctx.layers, ctx.needs_input_grad[1:], grad_y, saved[: ctx.states], saved[ctx.states :])
+
+
+def _kept_by(layers: str, x: Tensor, learns: bool) -> str:
+    """The layers' texts for training, of which those say so that keep states: none does if some weight does not
+    learn."""
+    if not learns or not x.is_cuda or (not is_compiling() and not len(x)):
+        return layers
+    return keeping(layers, x.dtype, x.get_device(), None if is_compiling() else len(x))
 
 
 def _back(
-    text: str, needs: Sequence[bool], grad_y: Tensor, states: Sequence[Tensor], given: Sequence[Tensor]
+    text: str, layers: str, needs: Sequence[bool], grad_y: Tensor, states: Sequence[Tensor], given: Sequence[Tensor]
 ) -> tuple[Any, ...]:
+    """The gradients of a run, by its text, or by its layers' where they are made one by one."""
     wanted = tuple(place for place, need in enumerate(needs) if need)
     many = are_vectors(grad_y) or (not is_compiling() and transforms_active())  # of which no op of ours has a rule
     if torch.is_grad_enabled() or many:
-        layers = text.removesuffix(STATES)
-        forward = functools.partial(by_torch, layers)
+        forward = functools.partial(by_torch, text.removesuffix(STATES))
         found = iter(differentiable_backward(forward, wanted, grad_y, given))
     elif states:
-        found = iter(_by_layers(text.removesuffix(STATES), wanted, grad_y, states, *given))
+        found = iter(_by_layers(layers, wanted, grad_y, states, *given))
     else:
         x, *tensors = given
         found = iter(all_at_once(grad_y, x, tensors, text, wanted))
@@ -360,7 +421,7 @@ if layer_ops.stack_at_once is not layer_ops.not_at_once:  # then all that follow
 
         @staticmethod
         def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-            return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, (), ctx.saved_tensors)
+            return _back(ctx.text, ctx.text, ctx.needs_input_grad[1:], grad_y, (), ctx.saved_tensors)
 
     def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """What autograd's engine calls, as in layer_ops.py."""
@@ -368,7 +429,7 @@ if layer_ops.stack_at_once is not layer_ops.not_at_once:  # then all that follow
         made: tuple[Any, ...] | None = None
         if not torch.is_grad_enabled():
             made = layer_ops._gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
-        return _back(ctx.text, needs[1:], grad_y, (), saved) if made is None else made
+        return _back(ctx.text, ctx.text, needs[1:], grad_y, (), saved) if made is None else made
 
     _StackAtOnce._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
     layer_ops.record_stack_by(super(Function, _StackAtOnce).apply)

@@ -20,35 +20,41 @@ def are_vectors(*tensors: Tensor) -> bool:
     return not is_compiling() and any(map(_is_hidden, tensors))
 
 
-def _level() -> int:
-    """The level of the hidden dimension, as PyTorch counts them: the number of hidden dimensions that there are."""
-    level = torch._C._vmapmode_increment_nesting()
+MOST_LEVELS = 64  # of hidden dimensions, as PyTorch has it
+ABSENT = 1 << 40  # what a dimension that a tensor has not is expanded to
+
+
+def _level(tensors: Sequence[Tensor]) -> int:
+    """The level of the innermost hidden dimension, as PyTorch counts them: the number of hidden dimensions that there
+    are. The threads that go back on a GPU do not count them, so that the tensors are looked at."""
+    level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    return level - 1
+    if level:
+        return level
+    some = [t for t in tensors if _is_hidden(t)]
+    levels = range(MOST_LEVELS - 1, 0, -1)
+    return next(n for n in levels if any(torch._remove_batch_dim(t, n, ABSENT, 0).shape[0] != ABSENT for t in some))
 
 
-def shown(tensors: Sequence[Tensor]) -> list[Tensor]:
+def shown(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
     """[vectors, ...] each. One that is the same for all vectors is expanded."""
-    level = _level()
     found = [torch._remove_batch_dim(t, level, 1, 0) for t in tensors]
     count = max(len(t) for t in found)
     return [t.expand(count, *t.shape[1:]) for t in found]
 
 
-def hidden(tensor: Tensor) -> Tensor:
-    return torch._add_batch_dim(tensor, 0, _level())
-
-
 def one_by_one(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """What the function makes of each vector's tensors."""
-    made = [function(*of_one) for of_one in zip(*shown(tensors), strict=True)]
-    return tuple(hidden(torch.stack(each)) for each in zip(*made, strict=True))
+    level = _level(tensors)
+    made = [function(*of_one) for of_one in zip(*shown(tensors, level), strict=True)]
+    return tuple(torch._add_batch_dim(torch.stack(each), 0, level) for each in zip(*made, strict=True))
 
 
 def as_samples(function: Callable[[Tensor, Tensor], Tensor], grad_y: Tensor, x: Tensor) -> Tensor:
     """The gradient of x [N, in] that the function makes of grad_y [N, out] and x, for all vectors by one call: their
     samples are independent of each other, and so are taken as more samples."""
-    (grads,) = shown([grad_y])
+    level = _level([grad_y])
+    (grads,) = shown([grad_y], level)
     count = len(grads)
     made = function(grads.flatten(0, 1), x.repeat(count, 1))
-    return hidden(made.unflatten(0, (count, len(x))))
+    return torch._add_batch_dim(made.unflatten(0, (count, len(x))), 0, level)

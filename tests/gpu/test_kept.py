@@ -3,15 +3,17 @@ same bits every time, and memory that goes when the graph does."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 
 import pytest
 import torch
 from forward_rule import DTYPES, arithmetic, poison
 from oracle import kronecker, monarch
-from torch import Tensor
+from torch import Tensor, nn
 
-from factorlayer import FactorLinear
+from factorlayer import FactorLinear, fuse
 from factorlayer.autograd import layer_ops
 from factorlayer.functional import factor_linear
 from factorlayer.maths.chain import Chain
@@ -173,6 +175,57 @@ def test_memory_goes_with_the_graph() -> None:
     for _ in range(3):
         step()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("activation", ["", "gelu"])
+@pytest.mark.parametrize("number", [4, 5])
+def test_compiled_layers_keep_it_too(number: int, activation: str) -> None:
+    spec, batch = LAYERS[number]
+    x, weights, bias, grad = tensors(spec, "bfloat16", batch // 8)
+
+    def step(*given: Tensor) -> Tensor:
+        return layer_of(spec, given[0], list(given[1:-1]), given[-1], activation=activation)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    y = compiled(x, *weights, bias)
+    found = torch.autograd.grad(y, [x, *weights, bias], grad)
+    expected = step(x, *weights, bias)
+    for made, each in zip(found, torch.autograd.grad(expected, [x, *weights, bias], grad), strict=True):
+        assert (made.double() - each.double()).norm() <= TOLERANCE["bfloat16"] * each.double().norm()
+    assert layer_ops.kept_for_many(Chain.of(spec, True, activation or "identity").text, x.dtype, x.get_device())
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+@pytest.mark.parametrize("compiles", [False, True])
+@dtypes
+def test_blocks_of_monarch_layers(activation: str, compiles: bool, dtype: str) -> None:
+    torch.manual_seed(0)
+    dt = DTYPES[dtype]
+    widths = [1024, 2048, 1024, 512]
+    layers = [FactorLinear(*size, structure="monarch", blocks=16, rank=24) for size in itertools.pairwise(widths)]
+    kinds = {"tanh": nn.Tanh, "gelu": nn.GELU}
+    model = nn.Sequential(layers[0], kinds[activation](), layers[1], kinds[activation](), layers[2])
+    twin = copy.deepcopy(model).to("cuda", torch.float64)
+    for layer in layers:
+        layer.implementation = "fused"
+    block = fuse(model.to("cuda", dt), implementation="fused")
+    x = torch.randn(3000, 1024, device="cuda", dtype=dt)
+    with arithmetic(dtype):
+        run = block
+        if compiles:
+            torch._dynamo.reset()
+            run = torch.compile(block)
+        loss = run(x).double().square().sum()
+        loss.backward()
+        found = [p.grad.clone() for p in block.parameters()]
+        block.zero_grad()
+        run(x).double().square().sum().backward()
+    for p, first in zip(block.parameters(), found, strict=True):
+        assert torch.equal(p.grad, first)
+    twin(x.double()).square().sum().backward()
+    for made, each in zip(found, twin.parameters(), strict=True):
+        assert (made.double() - each.grad).norm() <= 8 * TOLERANCE[dtype] * each.grad.norm()
 
 
 def test_a_graph_replays_it() -> None:
