@@ -62,7 +62,7 @@ else:
     missing_extension = None
     _forward = torch.ops.factorlayer.forward.default
     _backward = torch.ops.factorlayer.backward.default
-    _forward_states = torch.ops.factorlayer.forward_states.default._op
+    _forward_states = torch.ops.factorlayer.forward_states.default
     _forward_now = _forward._op  # the same, but for a Python call around it, which torch.compile has to see
 
 
@@ -272,6 +272,12 @@ def kept_for_many(text: str, dtype: torch.dtype, device: int) -> str:
 kept_for_many._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def forward_keeping(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> list[Tensor]:
+    """y, and behind it the states that a text says a layer keeps."""
+    made: list[Tensor] = (_forward_states if is_compiling() else _forward_states._op)(x, weights, bias, text)
+    return made
+
+
 def product(x: Tensor, weights: Sequence[Tensor], text: str) -> Tensor:
     """What a chain's contractions alone make of rows, unrecorded."""
     made: Tensor = torch.ops.factorlayer.forward(x, weights, None, text)
@@ -356,9 +362,9 @@ class _KeptChain(Function):
     @staticmethod
     def forward(ctx: Any, text: str, kept: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text, ctx.kept = text, kept
-        made: list[Tensor] = _forward_states(x, weights, bias, kept)
-        ctx.to_save = x, bias, *weights, *made[1:]
-        return made[0]
+        y, *states = forward_keeping(x, weights, bias, kept)
+        ctx.to_save = x, bias, *weights, *states
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
@@ -393,10 +399,9 @@ class _KeptInGraph(Function):
     @staticmethod
     def forward(ctx: Any, text: str, kept: str, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.text, ctx.kept, ctx.given = text, kept, 2 + len(weights)
-        y, *states = torch.ops.factorlayer.forward_states.default(x, weights, bias, kept)
+        y, *states = forward_keeping(x, weights, bias, kept)
         ctx.save_for_backward(x, bias, *weights, *states)
-        made: Tensor = y
-        return made
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:

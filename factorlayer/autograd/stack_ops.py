@@ -26,6 +26,7 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import (
     ask_planner,
+    forward_keeping,
     has_kernel,
     kept_for_many,
     kept_text,
@@ -343,10 +344,9 @@ def _has_bias(layer: str) -> bool:
 
 
 def _keep(x: Tensor, tensors: Sequence[Tensor], layer: str) -> list[Tensor]:
-    weights, bias = (tensors[:-1], tensors[-1]) if _has_bias(layer) else (tensors, None)
-    op = torch.ops.factorlayer.forward_states.default
-    made: list[Tensor] = (op if is_compiling() else op._op)(x, weights, bias, layer)
-    return made
+    if _has_bias(layer):
+        return forward_keeping(x, tensors[:-1], tensors[-1], layer)
+    return forward_keeping(x, tensors, None, layer)
 
 
 _prepared: set[Hashable] = set()
