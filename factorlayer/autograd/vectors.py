@@ -21,7 +21,6 @@ def are_vectors(*tensors: Tensor) -> bool:
 
 
 MOST_LEVELS = 64  # of hidden dimensions, as PyTorch has it
-ABSENT = 1 << 40  # what a dimension that a tensor has not is expanded to
 
 
 def _level(tensors: Sequence[Tensor]) -> int:
@@ -32,8 +31,13 @@ def _level(tensors: Sequence[Tensor]) -> int:
     if level:
         return level
     some = [t for t in tensors if _is_hidden(t)]
-    levels = range(MOST_LEVELS - 1, 0, -1)
-    return next(n for n in levels if any(torch._remove_batch_dim(t, n, ABSENT, 0).shape[0] != ABSENT for t in some))
+    return next(n for n in range(MOST_LEVELS - 1, 0, -1) if any(_has(t, n) for t in some))
+
+
+def _has(tensor: Tensor, level: int) -> bool:
+    """Whether a tensor has the hidden dimension of a level: one that it has not is made, of any size."""
+    sizes = {len(torch._remove_batch_dim(tensor, level, size, 0)) for size in (1, 2)}
+    return len(sizes) == 1
 
 
 def shown(tensors: Sequence[Tensor], level: int) -> list[Tensor]:
