@@ -1,8 +1,8 @@
 """Kernels for GPUs that the campaign draws at random, at small sizes, and runs on the CPU by tests/emulator.
 
-Forward passes of layers and of stacks of dense ones, all gradients of Kronecker layers, products with the slopes behind
-them, layers on several inputs, and steps of recurrences and of decoders: right numbers, the same for any order of
-blocks, no race, no access outside of a tensor, no sample that another one reaches.
+Forward passes of layers and of stacks of dense ones, all gradients of Kronecker layers, also by states that these have
+kept, products with the slopes behind them, layers on several inputs, and steps of recurrences and of decoders: right
+numbers, the same for any order of blocks, no race, no access outside of a tensor, no sample that another one reaches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import test_decode_kernels as decoding
 import test_inputs_emulated
+import test_kept
 import test_recurrent_kernels as recurrent
 from drawn import KINKED
 from emulator.driver import Emulator, why_not
@@ -77,6 +78,7 @@ class Emulated:
                 self.layer,
                 self.layer,
                 self.gradients,
+                self.kept,
                 self.slopes,
                 self.stack,
                 self.inputs,
@@ -115,6 +117,17 @@ class Emulated:
             check_gradients(spec, found, batch, self.emulator)
 
         return f"gradients {spec_id(spec)} {dtype} n{batch} sm_{gpu.arch}", run
+
+    def kept(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
+        """A Kronecker layer that keeps the states between its passes, and its gradients."""
+        spec, dtype = replace(drawn_spec(rng), structure="kronecker"), rng.choice(DTYPES)
+        spec = replace(spec, rank=min(spec.rank, spec.max_rank))
+        batch, arch = min(rng.choice([3, 4, 6]), max(3, int(WORK / spec.multiply_adds()))), rng.choice([80, 90])
+
+        def run() -> None:
+            test_kept.check(spec, test_kept.planned(spec, dtype, arch), batch, self.emulator)
+
+        return f"kept {spec_id(spec)} {dtype} n{batch} sm_{arch}", run
 
     def slopes(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         spec, dtype = drawn_spec(rng), rng.choice(DTYPES)

@@ -25,7 +25,7 @@ from factorlayer.device.kept import kept
 from factorlayer.kernels.batches import BATCHES, MOST_SOME, class_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import Contraction
-from factorlayer.plan.plan import ASKED
+from factorlayer.plan.plan import ASKED, KEPT_WORTH
 
 Turned = tuple[int, int, int]
 Launched = list[tuple[str, int]]  # texts, each with its number of samples
@@ -34,7 +34,6 @@ LEAST_RUN = 8  # elements side by side that are worth another order: 16 bytes, o
 SLAB = 32  # samples
 IN_SLABS = 64  # samples, of which there have to be a multiple
 ASKED_OF_SOME = ASKED[2] + ASKED[3]  # numbers of samples, from 65 to 2048, that times are asked for
-WORTH = 0.97  # of the time of a training step: memory for a state has to be worth that
 LEAST_MIXED = 65  # samples that are worth putting weights and their gradients into that order: more than few
 
 
@@ -412,7 +411,7 @@ def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch:
     def total(kept: str) -> float:
         return sum(us(samples)(each) for each, samples in step_texts(text, kept, fits, batch, us))
 
-    return kept if total(kept) < WORTH * total("") else ""
+    return kept if total(kept) < KEPT_WORTH * total("") else ""
 
 
 @functools.lru_cache(1024)

@@ -21,12 +21,10 @@ from factorlayer.maths.chain import Chain
 from factorlayer.plan.cuts import works_of
 from factorlayer.plan.forward import forward
 from factorlayer.plan.gradients import all_gradients
-from factorlayer.plan.plan import PlanError
+from factorlayer.plan.plan import KEPT_WORTH, PlanError
 from factorlayer.plan.products import of_each
 from factorlayer.plan.visits import apart_us, back_by_visits, ordered, ways_to_visit
 from factorlayer.plan.works import least_us, tile_all
-
-WORTH = 0.97  # of the time without: memory for the states has to be worth that
 
 
 class Kept(NamedTuple):
@@ -41,31 +39,32 @@ def features_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[int, ..
     """The features of the states that a layer may keep between passes if it is trained; none where it keeps none."""
     if not chain.may_keep:
         return ()
-    if chain.is_monarch:
-        return (chain.contractions[0].outer * chain.contractions[0].q,)
-    found = _worth_it(replace(chain, bias=False), dtype, batch, gpu) if chain.contractions[0].tied else None
+    first = chain.contractions[0]
+    if not first.tied:
+        return (first.outer * first.q,) if chain.is_monarch else ()
+    found = _worth_it(replace(chain, bias=False), dtype, batch, gpu)
     return found.features if found else ()
 
 
 def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], tuple[int, ...]]:
     """The passes of a layer that keeps states, and which of those that they hand on; or the passes of all its
     gradients. Raises PlanError if the text names others."""
-    plain = replace(chain, kept=())
-    if chain.is_monarch:
-        first, second = of_each(plain, dtype, batch, gpu)
-        if chain.kept == features_of(plain, dtype, batch, gpu):
-            return (*first, *second), (len(first) - 1,)
-    found = _worth_it(replace(plain, backward=False, bias=False), dtype, batch, gpu) if not chain.is_monarch else None
-    if found is None or found.features != chain.kept:
+    layer = replace(chain, kept=(), backward=False)
+    if chain.kept != features_of(layer, dtype, batch, gpu):
         raise PlanError(f"{chain.text!r} names other states than those between its passes")
+    if chain.is_monarch:
+        first, second = of_each(layer, dtype, batch, gpu)
+        return (*first, *second), (len(first) - 1,)
+    found = _worth_it(replace(layer, bias=False), dtype, batch, gpu)
+    assert found is not None  # as it has features
     if chain.backward:
         return found.back, ()
-    return forward_of(chain, found, dtype, batch, gpu), tuple(range(len(chain.kept)))
+    return forward_of(layer, found, dtype, batch, gpu), tuple(range(len(chain.kept)))
 
 
 def forward_of(chain: Chain, found: Kept, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
     """The passes of a layer that may have a bias, which the one that was found has not."""
-    return _forward(replace(chain, kept=()), dtype, found.modes, found.parts, batch, gpu)
+    return _forward(chain, dtype, found.modes, found.parts, batch, gpu)
 
 
 @functools.lru_cache(256)
@@ -78,9 +77,9 @@ def _worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Kept | None:
     try:
         apart = *ahead, *all_gradients(replace(chain, backward=True), dtype, batch, gpu)
     except PlanError:  # several calls are faster than the visits that make states once more
-        return fastest(chain, dtype, batch, gpu, WORTH * (sum_us(ahead) + apart_us(chain, dtype, batch, gpu)))
-    found = fastest(chain, dtype, batch, gpu, WORTH * sum_us(apart))
-    is_worth_it = found and class_us((*found.forward, *found.back), batch) < WORTH * class_us(apart, batch)
+        return fastest(chain, dtype, batch, gpu, KEPT_WORTH * (sum_us(ahead) + apart_us(chain, dtype, batch, gpu)))
+    found = fastest(chain, dtype, batch, gpu, KEPT_WORTH * sum_us(apart))
+    is_worth_it = found and class_us((*found.forward, *found.back), batch) < KEPT_WORTH * class_us(apart, batch)
     return found if is_worth_it else None
 
 

@@ -31,6 +31,7 @@ ASKED_OF_GROUPS = (
     tuple(16 << bits for bits in range(10, 17)),
 )
 CHUNK = 8  # samples that batches are cut into multiples of
+KEPT_WORTH = 0.97  # of the time of a training step: memory for states that are kept has to be worth that
 PASS_WEIGHT, PASS_US = 1.1, 1.0  # memory for what lies between, and another kernel's launch, have to be worth it
 
 
