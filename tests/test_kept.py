@@ -12,11 +12,12 @@ import torch
 from emulator.driver import Emulator
 from oracle import kronecker, monarch
 from test_chain_backward import check_gradients, gradients_of
-from test_emulator import EPS, all_gradients_of, drawing
+from test_emulator import EPS, Array, all_gradients_of, drawing
 
 from factorlayer.autograd.backward import kept_if_worth_it, step_texts
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.product.weight_halves import with_halves
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.naive import naive
 from factorlayer.maths.spec import LayerSpec
@@ -50,7 +51,9 @@ def planned(spec: LayerSpec, dtype: str, arch: int) -> tuple[Plan, Plan]:
     forward = kept.forward_of(dataclasses.replace(with_bias, kept=()), found, dtype, MANY, gpu)
     of_gradients = dataclasses.replace(chain, backward=True)
     keeps = tuple(range(len(found.features)))
-    return Plan(with_bias, dtype, MANY, gpu, forward, keeps), Plan(of_gradients, dtype, MANY, gpu, found.back)
+    both = (with_bias, forward, keeps), (of_gradients, found.back, ())
+    ahead, back = (Plan(chain, dtype, MANY, gpu, with_halves(passes), keeps) for chain, passes, keeps in both)
+    return ahead, back
 
 
 @pytest.mark.parametrize(("spec", "dtype", "arch", "batch"), CASES, ids=str)
@@ -68,27 +71,31 @@ def check(spec: LayerSpec, plans: tuple[Plan, Plan], batch: int, emulator: Emula
     draw = drawing(dtype)
     x, grad, bias = draw(batch, spec.in_features), draw(batch, spec.out_features), draw(spec.out_features)
     weights = [draw(*shape) / np.sqrt(shape[-1]) for shape in spec.weight_shapes]
-    kernels = emulator.compile(forward), emulator.compile(back)
-    others = np.zeros(1)  # where a kernel finds the gradients of weights
+    kernels, states = emulator.compile(forward), list[list[Array]]()
+    given: list[tuple[Array, Array]] = []  # x and grad_y: twice the same, then with what is no number
     for seed, value in enumerate((None, None, np.inf, np.nan)):
         if value is not None:
             x, grad = x.copy(), grad.copy()
-            x[0, 1], grad[1, 2] = value, -value
-        outputs, errors = emulator.run(forward, kernels[0], x, weights, bias, blocks=2, seed=seed)
-        assert not errors
-        y, states = outputs[-1].reshape(batch, -1), [o for o, f in zip(outputs, forward.chain.kept, strict=False)]
-        assert [state.size for state in states] == [batch * n for n in forward.chain.kept]
+            x[0, 1 % x.shape[1]], grad[1, 2 % grad.shape[1]] = value, -value
+        outputs, errors = emulator.run(forward, kernels, x, weights, bias, blocks=2, seed=seed)
+        assert not errors, errors
+        given.append((x, grad))
+        states.append(outputs[: len(forward.chain.kept)])
+        assert [state.size for state in states[-1]] == [batch * n for n in forward.chain.kept]
         right = naive(spec, torch.from_numpy(x), [torch.from_numpy(w) for w in weights]).numpy() + bias
-        np.testing.assert_allclose(y[2:], right[2:], rtol=0, atol=20 * EPS[dtype] * np.abs(right[2:]).max())
-        outputs, errors = emulator.run(back, kernels[1], x, [*weights, grad, others, *states], None, 2, seed)
-        assert not errors
+        y, terms = outputs[-1].reshape(batch, -1), len(weights) * spec.rank
+        np.testing.assert_allclose(y[2:], right[2:], rtol=0, atol=20 * terms * EPS[dtype] * np.abs(right[2:]).max())
+    kernels, before = emulator.compile(back), list[Array]()  # which takes the place of what was compiled before
+    others = np.zeros(1)  # where a kernel finds the gradients of weights
+    for seed, ((x, grad), kept_ones) in enumerate(zip(given, states, strict=True)):
+        outputs, errors = emulator.run(back, kernels, x, [*weights, grad, others, *kept_ones], None, 2, seed)
+        assert not errors, errors
         made = gradients_of(outputs, back, spec)
         check_gradients(made, spec, x, weights, grad, dtype)
-        if not seed:
-            before = made
-        elif value is None:
+        if seed == 1:
             for part, other in zip(made, before, strict=True):
                 np.testing.assert_array_equal(part, other)
+        before = before or made
 
 
 def kept_text(spec: LayerSpec, dtype: str, batch_class: int = 4, bias: bool = True) -> str:
