@@ -140,5 +140,5 @@ def test_kernels_that_are_emulated(tmp_path: Path) -> None:
     made.seed = 1
     words = [made.case(number)[0] for number in range(60)]
     assert words == [made.case(number)[0] for number in range(60)]
-    kinds = {"layer", "gradients", "slopes", "stack", "inputs", "recurrence", "decoder"}
+    kinds = {"layer", "gradients", "kept", "slopes", "stack", "inputs", "recurrence", "decoder"}
     assert {each.split()[2] for each in words} == kinds
