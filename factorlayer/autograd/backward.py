@@ -400,8 +400,11 @@ def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, 
 
 
 def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting) -> str:
-    """The text of a Monarch layer that keeps the state between its contractions, where both are visited one after the
-    other and a training step is predicted to take less; else an empty one."""
+    """The text of a layer that keeps states. Of a Kronecker product, the planner has compared what it takes. A Monarch
+    layer keeps the state between its contractions where both are visited one after the other and a training step is
+    predicted to take less; else the text is empty."""
+    if Chain.parse(text).contractions[0].tied:
+        return kept
     ops, _ = recording(fits, us)
     every = (4 << len(Chain.parse(text).contractions)) - 1
     planned = visits_of(ops, text, every, batch)

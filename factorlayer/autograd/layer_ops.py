@@ -163,10 +163,8 @@ def kept_text(text: str, dtype: torch.dtype, device: int, batch: int) -> str:
 @functools.lru_cache(1024)
 def _kept_text(text: str, dtype: torch.dtype, device: int, batch: int) -> str:
     kept = ask_planner("kept", text, dtype, class_of_batch(batch), device)
-    if not kept or Chain.parse(text).contractions[0].tied:
-        return kept
     ops = cuda_ops(device, dtype)
-    return kept_if_worth_it(text, kept, ops.fits_of(batch), batch, ops.us) if ops.us else ""
+    return kept_if_worth_it(text, kept, ops.fits_of(batch), batch, ops.us) if kept and ops.us else ""
 
 
 @functools.lru_cache(1024)

@@ -150,8 +150,9 @@ class _Layers:
             through = Chain.parse(layers[i - 1]).activation if goes_on and i and handed[i - 1] else "identity"
             own_states = kept[len(kept) - len(Chain.parse(given[i]).kept) :]
             del kept[len(kept) - len(own_states) :]
-            back = back_of_kept(given[i]) if own_states else ""
-            made = self._of_layer(grad, read, tensors[begin - 1 : end - 1], layer, places, through, back, own_states)
+            made = self._of_layer(
+                grad, read, tensors[begin - 1 : end - 1], layer, places, through, given[i], own_states
+            )
             found.update(zip(own, made[goes_on:], strict=True))
             if not goes_on:
                 break
@@ -166,25 +167,26 @@ class _Layers:
         text: str,
         places: Sequence[int],
         through: str,
-        back: str,
+        kept: str,
         states: Sequence[Tensor],
     ) -> list[Tensor]:
         """The gradients of one layer. That of x is taken back through the activation that made x. `states` are those
-        that it has kept, of which, of a Kronecker product, the text `back` makes all gradients."""
+        that it has kept, by its text `kept`."""
         if has_backward(text, self.dtype, self.device, class_of_batch(len(x))):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
             return made
         *weights, last = tensors
-        bias = last if Chain.parse(text).bias else None
+        chain = Chain.parse(text)
+        bias = last if chain.bias else None
         if bias is None:
             weights.append(last)
         bits = [1 if not place else 2 << place if place <= len(weights) else 2 for place in places]
-        wanted, chain = sum(bits), Chain.parse(text)
+        wanted = sum(bits)
         if not states or wanted >> 2 != (1 << len(chain.contractions)) - 1:
             found = gradients(self.ops, grad, x, weights, bias, text, wanted, through)
         elif chain.contractions[0].tied:
-            found = self.ops.all_gradients(grad, x, [*weights, *states], back, wanted & 3)
+            found = self.ops.all_gradients(grad, x, [*weights, *states], back_of_kept(kept), wanted & 3)
             if wanted & 1:
                 found[0] = back_through(self.ops, found[0], x, through)
         else:

@@ -80,7 +80,7 @@ def _fused_us(text: str, dtype: str, samples: int, gpu: Gpu, training: bool) -> 
 
         chain = Chain.parse(text)
         keeps = kept(text, dtype, *limits) if chain.may_keep else ""
-        if keeps and not chain.contractions[0].tied:
+        if keeps:
             keeps = kept_if_worth_it(text, keeps, fits, samples, us_of)
         asked = step_texts(text, keeps, fits, samples, us_of)
     return sum(plan_us(*each, dtype, gpu) for each in asked)
