@@ -12,7 +12,7 @@ from test_recurrent_kernels import NEAR, TORCH, dense, run, written
 from torch import Tensor
 
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.recurrent import decode_choice, decode_draw, decode_few, decode_step
+from factorlayer.kernels.decode import decode_choice, decode_draw, decode_few, decode_step
 from factorlayer.maths.decoder import Decoder, Made
 from factorlayer.maths.noise import gumbel
 from factorlayer.maths.recurrence import GATES, Recurrence

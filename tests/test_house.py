@@ -21,6 +21,7 @@ FLOORS = (
     ("kernels",),
     ("kernels/product",),
     ("kernels/kronecker", "kernels/monarch", "kernels/recurrent", "kernels/stack"),
+    ("kernels/decode",),
     ("plan/registry",),
     ("plan",),
     ("autograd",),
@@ -42,7 +43,7 @@ ENGINE_FLOORS = (
     ("finish",),
     ("kernels",),
     ("kernels/product",),
-    ("kernels/kronecker", "kernels/monarch", "kernels/recurrent", "kernels/stack"),
+    ("kernels/kronecker", "kernels/monarch", "kernels/decode", "kernels/recurrent", "kernels/stack"),
 )
 MOST_FILES = 21  # of a folder
 SOURCES = (".py", ".cuh", ".h", ".cpp")

@@ -36,7 +36,7 @@ void run_decode_on_cpu(const Decoder& decoder, DType dtype, const DecodeTensors&
   if (t.random) ++t.random[1];
 }
 
-// Places among the weights are those that kernels/recurrent/decode_rows.cuh names; outputs stand behind all.
+// Places among the weights are those that kernels/decode/decode_rows.cuh names; outputs stand behind all.
 void run_decode_on_gpu(const Text& text, const Decoder& decoder, const Tensor& like, const DecodeTensors& t, double temperature,
                        std::vector<Tensor>& kept) {
   cuda::Params params;

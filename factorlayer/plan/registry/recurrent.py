@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from factorlayer.kernels.recurrent import (
-    decode_choice,
-    decode_draw,
-    decode_few,
-    decode_step,
-    recurrent,
-    recurrent_cluster,
-    recurrent_slopes,
-    recurrent_spread,
-)
+from factorlayer.kernels.decode import decode_choice, decode_draw, decode_few, decode_step
+from factorlayer.kernels.recurrent import recurrent, recurrent_cluster, recurrent_slopes, recurrent_spread
 from factorlayer.plan.registry.family import Family, Takes
 
 TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, Monarch, blocks or dense")

@@ -7,8 +7,8 @@
 //       rows are read by; kBestAt in shared memory. Tensors are decode_rows.cuh's, the state y; kOutputs, behind all: tokens or scores,
 //       and the seed and the number of the step, which goes one on.
 #pragma once
-#include "kernels/recurrent/decode_best.cuh"
-#include "kernels/recurrent/decode_rows.cuh"
+#include "kernels/decode/decode_best.cuh"
+#include "kernels/decode/decode_rows.cuh"
 
 DEVICE u32 word_like(float) { return 0; }
 DEVICE u64 word_like(double) { return 0; }

@@ -4,7 +4,7 @@
 // Pass: Element; THREADS; PLACED. Tensors: scores x [samples, count], tokens y; weights: temperature, count, the tokens that scores are
 //       of, and the seed, the number of the step, which the last block makes one more, and a counter that is zero between kernels.
 #pragma once
-#include "kernels/recurrent/decode_best.cuh"
+#include "kernels/decode/decode_best.cuh"
 
 template <class Pass> struct DecodeDraw {
   using Element = typename Pass::Element;

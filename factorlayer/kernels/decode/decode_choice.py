@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import OneSpread, fastest
-from factorlayer.kernels.recurrent.decode_step import (
+from factorlayer.kernels.decode.decode_step import (
     COUNTER_BYTES,
     TEAMS,
     load_bytes,
@@ -17,6 +16,7 @@ from factorlayer.kernels.recurrent.decode_step import (
     rounds,
     vector_bytes,
 )
+from factorlayer.kernels.passes import OneSpread, fastest
 from factorlayer.maths.decoder import Decoder
 
 AT_ONCE = 16  # pieces of a lane that are on their way at once, of all its rows

@@ -1,7 +1,7 @@
 // The best of scores, and the noise that makes a draw of it.
 #pragma once
 #include "finish/pointwise.cuh"
-#include "kernels/recurrent/decode_rows.cuh"
+#include "kernels/decode/decode_rows.cuh"
 
 // Of equal ones the first, NaN above all, as torch.argmax has it.
 template <class Real> struct Best {

@@ -8,7 +8,7 @@
 //       inputs; kStatesAt and kSumsAt in shared memory. Tensors are decode_rows.cuh's, tokens x, and the new state y; params.sums begins with a counter.
 #pragma once
 #include "finish/pointwise.cuh"
-#include "kernels/recurrent/decode_rows.cuh"
+#include "kernels/decode/decode_rows.cuh"
 
 template <class Pass> struct DecodeStep {
   using Element = typename Pass::Element;

@@ -4,7 +4,7 @@
 // Pass: Element; THREADS; HELD, scores of a thread that it keeps. Tensors: scores x [samples, count], the best y [samples, few], in what sums are kept in; weights: count,
 //       few, and the tokens [samples, few].
 #pragma once
-#include "kernels/recurrent/decode_best.cuh"
+#include "kernels/decode/decode_best.cuh"
 
 template <class Pass> struct DecodeFew {
   using Element = typename Pass::Element;

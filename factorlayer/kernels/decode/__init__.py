@@ -1,0 +1,1 @@
+"""One step of a decoder: embedding, recurrent unit, head and choice."""
