@@ -37,7 +37,9 @@ UNITS: list[tuple[str, dict[str, Any], int, int, int, int]] = [
     ("dense 512, 128 sequences", DENSE, 256, 512, 128, 32),
     ("dense 512, 4096 sequences", DENSE, 48, 512, 4096, 24),
     ("dense 768", DENSE, 768, 768, 16, 1024),
+    ("dense 768, 256 sequences", DENSE, 768, 768, 256, 64),
     ("dense 1024", DENSE, 1024, 1024, 16, 1024),
+    ("dense 1024, 1000 sequences", DENSE, 256, 1024, 1000, 32),
 ]
 app = typer.Typer(add_completion=False)
 

@@ -34,6 +34,7 @@ from test_emulator import (
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.batches import BATCHES
+from factorlayer.kernels.recurrent.recurrent_many import DTYPES as DTYPES_OF_MANY
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.plan.plan import Plan, PlanError
@@ -193,12 +194,16 @@ class Emulated:
             bias=rng.random() < 0.7,
             **{name: rng.random() < 0.4 for name in ("reverse", "ragged", "starts", "joined")},
         )
-        way = rng.choice(["", "", "before", "spread", "cluster"])
+        way = rng.choice(["", "", "before", "spread", "many", "cluster"])
         if way == "before":
             case = replace(case, reset="before")
         elif way == "spread" and alone and tied:
             case = replace(case, spread=rng.choice([8, 16]), together=rng.choice([4, 8, 16]))
             case = replace(case, reset=rng.choice(["after", "before"]))
+        elif way == "many" and alone and tied and case.dtype in DTYPES_OF_MANY:
+            sequences, warpgroups = rng.choice([1, 9, 64, 70, 140]), rng.choice([1, 1, 2])
+            case = replace(case, many=rng.choice([16, 32]), warpgroups=warpgroups, in_turns=rng.random() < 0.5)
+            case = replace(case, sequences=sequences, steps=min(case.steps, 3))
         elif way == "cluster" and tied and len(chain.contractions) == 2:
             case = replace(case, cluster=rng.choice([2, 3, 4]))
 

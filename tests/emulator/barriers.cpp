@@ -296,6 +296,11 @@ bool sync_block(int barrier, int count, bool here) {
   meet_at(meeting, count ? count : block_threads, "a block's barrier");
   return meeting.any_then;
 }
+void come_after_counts(const void* counter, bool counts_up) {
+  Clock& known = counts[counter];
+  if (counts_up) known.join(self().clock), ++step();
+  self().clock.join(known);
+}
 void sync_warp() { meet_at(warp_meetings[current / 32], 32, "a warp's barrier"); }
 
 void together(const char* what, void* mine, void (*act)(void* const* of_lanes)) {

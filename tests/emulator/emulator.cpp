@@ -80,7 +80,7 @@ void run_blocks(u8* stacks) {
     block.memory = static_cast<u8*>(aligned_alloc(1024, (shared_bytes + 2047) / 1024 * 1024));
     memset(block.memory, 0xff, shared_bytes);
   }
-  barriers.clear(), still_to_land = 0;
+  barriers.clear(), counts.clear(), still_to_land = 0;
   for (auto& puts : due_in) puts.clear();
   all.assign(threads, Thread());
   for (int i = 0; i < threads; ++i) {
@@ -171,6 +171,8 @@ int main(int count, char** arguments) {
   std::ifstream before(folder + "/before", std::ios::binary);  // what a pass before this one has written there
   buffers.back().is_given = bool(before.read(static_cast<char*>(params.y), bytes));
   params.sums = number(13) < 0 ? map_tensor(folder + "/chunks", 0) : static_cast<u8*>(params.y) + number(13);
+  if (const std::string scratch = folder + "/scratch"; std::ifstream(scratch))
+    params.sums = map_tensor(scratch, 0), buffers.back().is_scratch = true;
   for (int i = 14; i < count; ++i) params.weights[number(12) + i - 14] = static_cast<u8*>(params.y) + number(i);
   u8* const output = static_cast<u8*>(params.y);
   if (std::ifstream left(folder + "/left"); left) {  // scratch: who makes it has it as x, and who reads it as y

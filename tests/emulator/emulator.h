@@ -12,6 +12,8 @@ void* read(uint32_t from, uint32_t bytes);
 void* write(uint32_t to, uint32_t bytes);
 void read_global(const void* from, uint32_t bytes);
 void read_now(const void* from, uint32_t bytes);
+// Who counts, or finds how far others have counted, comes after those who have counted before.
+void come_after_counts(const void* counter, bool counts);
 void write_global(void* to, uint32_t bytes);  // each byte once
 
 // cp.async: lands when it is waited for, and nothing but NaN is there before. Zeros for bytes that are not `read`.

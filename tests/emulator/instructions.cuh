@@ -235,8 +235,11 @@ template <int BYTES> inline void load_now(const void* from, u32 (&x)[BYTES < 4 ?
 }
 inline u32 count_up(u32* counter) {
   emulator::read_now(counter, sizeof *counter);
+  emulator::come_after_counts(counter, true);
   return (*counter)++;
 }
+inline void count(u32* counter) { count_up(counter); }
+inline void come_after(const u32* counter) { emulator::come_after_counts(counter, false); }
 inline void prefetch(const void* from) { emulator::read_global(from, 1); }
 
 template <int BYTES> inline void copy_async(u32 to, const void* from, bool present) {
@@ -281,6 +284,7 @@ inline void commit_stores() {}
 inline void wait_for_stores_to_read() { emulator::wait_for_stores(); }
 inline void wait_for_stores() { emulator::wait_for_stores(); }
 inline void fence_copy_engine() { emulator::fence(); }
+inline void fence_memory_for_copies() {}
 
 template <bool TRANSPOSED, int N> inline void load_matrices(u32 (&x)[N], u32 row) {
   emulator::Matrices mine = {x, nullptr, N, TRANSPOSED};

@@ -194,6 +194,7 @@ struct Block {
 };
 inline vector<Block> blocks;
 inline std::map<u32, Barrier> barriers;  // by block and address
+inline std::map<const void*, Clock> counts;  // what is known to who has counted, by the counter
 
 // Blocks of a cluster see each other's memory at addresses with the block in the upper bits.
 inline int block_of(u32 address) { return address >> 24 ? int(address >> 24) - 1 : current / block_threads; }
@@ -251,6 +252,7 @@ struct Buffer {
   u8* begin;
   size_t bytes;
   bool is_output, is_given;  // what a pass before this one has written may be read, as long as it is there
+  bool is_scratch = false;  // that blocks write and read, in turn
 };
 inline vector<Buffer> buffers;
 inline vector<u8> times_written;
@@ -259,6 +261,7 @@ inline void check_global(const char* what, const void* at, u32 bytes, bool write
   const u8* begin = static_cast<const u8*>(at);
   for (const Buffer& buffer : buffers) {
     if (begin < buffer.begin || begin + bytes > buffer.begin + buffer.bytes) continue;
+    if (buffer.is_scratch) return;
     if (writes ? !buffer.is_output : buffer.is_output && !buffer.is_given) continue;
     for (u32 i = 0; !writes && buffer.is_given && i < bytes; ++i)
       if (times_written[begin - buffer.begin + i]) error("%s of what has been written over", what);

@@ -144,6 +144,7 @@ UNITS = [
     ("gru after; untied 1 3 7 14 1; untied 0 1 6 3 7; bias; tanh", 3, 4, "float64"),
     ("gru after; tied 0 1 264 264 1; tanh", 3, 3, "bfloat16"),
     ("gru before; tied 0 1 264 264 1; tanh", 3, 3, "bfloat16"),
+    ("gru after; tied 0 1 264 264 1; bias; tanh", 130, 3, "bfloat16"),
     ("gru after; tied 1 64 72 72 1; tied 0 1 64 64 72; bias; tanh", 2, 4, "bfloat16"),
 ]
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from factorlayer import FactorGRU
 from factorlayer.autograd.layer_ops import gpu_limits
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import class_of
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.recurrent.recurrent_cluster import RecurrentCluster
+from factorlayer.kernels.recurrent.recurrent_many import RecurrentMany
 from factorlayer.kernels.recurrent.recurrent_spread import RecurrentSpread
 from factorlayer.plan.planner import plan_of
 
@@ -27,6 +29,8 @@ KINDS = {
     "dense": dict(input_size=40, hidden_size=48),
     "spread": dict(input_size=40, hidden_size=256),
     "spread-before": dict(input_size=40, hidden_size=256, reset="before"),
+    "many": dict(input_size=40, hidden_size=256),
+    "many-odd": dict(input_size=40, hidden_size=201, reset="after", bidirectional=True),
     "kronecker": dict(input_size=48, hidden_size=48, structure="kronecker"),
     "cluster": dict(input_size=32, hidden_size=64 * 64, structure="kronecker", factors=(64, 64)),
     "rank-before": dict(input_size=48, hidden_size=64, structure="kronecker", rank=2, reset="before"),
@@ -39,6 +43,7 @@ KINDS = {
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LENGTHS = (9, 0, 17, 5, 12)
+TIMES = {"many": 27, "many-odd": 27}  # as many sequences
 LAYOUTS = ("steps", "batch-first", "cu_seqlens", "starts")
 
 
@@ -59,7 +64,8 @@ def results(module: FactorGRU, x: Tensor, layout: str, grad: Tensor) -> list[Ten
     x = x.clone().requires_grad_()
     given: dict[str, Tensor] = {}
     if layout == "cu_seqlens":
-        given["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=x.device)
+        lengths = LENGTHS * (len(x) // sum(LENGTHS))
+        given["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.device)
     if layout == "starts":
         given["starts"] = (torch.arange(x.shape[0], device=x.device) % 7 == 3)[:, None].expand(x.shape[:2])
         given["hx"] = torch.ones(len(module.cells), x.shape[1], module.hidden_size, dtype=x.dtype, device=x.device)
@@ -74,7 +80,8 @@ def results(module: FactorGRU, x: Tensor, layout: str, grad: Tensor) -> list[Ten
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_errors_are_at_most_twice_those_of_pytorchs_operations(kind: str, layout: str, dtype: torch.dtype) -> None:
     module = gru(kind, batch_first=layout == "batch-first").to(dtype)
-    shape = (sum(LENGTHS),) if layout == "cu_seqlens" else (17, 5)
+    times = TIMES.get(kind, 1)
+    shape = (times * sum(LENGTHS),) if layout == "cu_seqlens" else (17, times * 5)
     x = torch.randn(*shape, module.input_size, dtype=torch.float64).to(dtype)
     grad = torch.randn(*shape, module.hidden_size * (1 + module.bidirectional))
     exact = copy.deepcopy(module).double()
@@ -110,9 +117,10 @@ def test_cudnn_finds_its_weights_together() -> None:
 @each_kind
 def test_graphs_replay_with_other_inputs(kind: str) -> None:
     module = by_kernels(gru(kind, dtype=torch.float32).cuda())
-    x = torch.randn(12, 4, module.input_size, device="cuda")
+    sequences = 4 * TIMES.get(kind, 1)
+    x = torch.randn(12, sequences, module.input_size, device="cuda")
     with torch.no_grad():
-        module.warmup(4, 12)
+        module.warmup(sequences, 12)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y, h = module(x)
@@ -138,17 +146,20 @@ def test_the_same_bits_every_run(kind: str) -> None:
     module = by_kernels(gru(kind, dtype=torch.bfloat16).cuda())
     if module.implementation != "fused":
         pytest.skip("promised of the fused implementation alone")
-    x, grad = torch.randn(64, 16, module.input_size, device="cuda").bfloat16(), torch.ones(1)
+    x = torch.randn(64, 16 * TIMES.get(kind, 1), module.input_size, device="cuda").bfloat16()
+    grad = torch.ones(1)
     runs = [results(module, x, "steps", grad) for _ in range(3)]
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
-# Kernels whose blocks wait for one another at every step: all of them, or those of a cluster
-WAITING: dict[str, tuple[type[Pass], dict[str, object]]] = {
-    "spread": (RecurrentSpread, dict(hidden_size=256)),
-    "spread-before": (RecurrentSpread, dict(hidden_size=256, reset="before")),
-    "cluster": (RecurrentCluster, dict(hidden_size=24 * 24, structure="kronecker", input_structure="dense")),
+# Kernels whose blocks wait for one another at every step, all of them or those of a cluster, and sequences
+WAITING: dict[str, tuple[type[Pass], int, dict[str, object]]] = {
+    "spread": (RecurrentSpread, 1, dict(hidden_size=256)),
+    "spread-before": (RecurrentSpread, 1, dict(hidden_size=256, reset="before")),
+    "many": (RecurrentMany, 65, dict(hidden_size=200)),
+    "cluster": (RecurrentCluster, 1, dict(hidden_size=24 * 24, structure="kronecker", input_structure="dense")),
 }
+OF_MANY = 10  # times fewer steps of them, for which there is memory
 SETTLED, COMPARED = 256, 64  # steps behind which nothing is left of a state, and steps that are held against float64
 HUNG = 120  # seconds, of what takes a few
 
@@ -157,14 +168,17 @@ HUNG = 120  # seconds, of what takes a few
 @pytest.mark.parametrize("kind", WAITING)
 def test_a_million_steps_beside_other_work(kind: str, steps: int, trained: bool) -> None:
     """The same bits as alone; and, as a state forgets, at the end those of the last steps in float64."""
-    family, sizes = WAITING[kind]
+    family, sequences, sizes = WAITING[kind]
+    steps //= OF_MANY if sequences > 1 else 1
     torch.manual_seed(0)
     module = FactorGRU(8, dtype=torch.bfloat16, device="cuda", implementation="fused", **sizes)  # type: ignore[arg-type]
-    plan = plan_of(module.cells[0].recurrence.text, "bfloat16", 0, Gpu(*gpu_limits(0)))
+    plan = plan_of(module.cells[0].recurrence.text, "bfloat16", class_of(sequences), Gpu(*gpu_limits(0)))
     if not isinstance(plan.passes[-1], family):
         pytest.skip(f"this GPU does not take {family.__name__}")
-    x = torch.randn(steps, 1, 8, device="cuda").bfloat16()
-    grad = torch.randn(steps if trained else SETTLED + COMPARED, 1, module.hidden_size, device="cuda").bfloat16()
+    x = torch.randn(steps, sequences, 8, device="cuda").bfloat16()
+    grad = torch.randn(
+        steps if trained else SETTLED + COMPARED, sequences, module.hidden_size, device="cuda"
+    ).bfloat16()
 
     def run() -> list[Tensor]:
         given = x.detach().requires_grad_(trained)

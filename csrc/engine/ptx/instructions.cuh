@@ -315,6 +315,9 @@ DEVICE u32 count_up(u32* counter) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
+// One more: what the block wrote before is there for whoever finds it, by load_now, and then comes after it.
+DEVICE void count(u32* counter) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory"); }
+DEVICE void come_after(const u32*) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // A line of 128 bytes on its way to L2
 DEVICE void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 template <class T> DEVICE void store_global(T* to, T x) { *to = x; }
@@ -423,6 +426,8 @@ DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 DEVICE void wait_for_stores_to_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 DEVICE void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 DEVICE void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// And what they did to memory, before the engine reads it: by who has found that it is done.
+DEVICE void fence_memory_for_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // 8 x 8 matrices of 16-bit elements, one row address per lane; TRANSPOSED hands out columns.
 template <bool TRANSPOSED> DEVICE void load_matrices(u32 (&x)[4], u32 row) {

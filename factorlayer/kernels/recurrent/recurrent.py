@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -52,7 +52,12 @@ class AllSteps(Pass):
     walked from last ones to first ones, unless the recurrence does that forward."""
 
     recurrence: Recurrence
-    units: int
+
+    if TYPE_CHECKING:  # as a property, so that a family may have it as a field
+
+        @property
+        def units(self) -> int:
+            """Sequences that a block has at once."""
 
     units_per_sample = 1
     back = False

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from factorlayer.kernels.decode import decode_choice, decode_draw, decode_few, decode_step
-from factorlayer.kernels.recurrent import recurrent, recurrent_cluster, recurrent_slopes, recurrent_spread
+from factorlayer.kernels.recurrent import (
+    recurrent,
+    recurrent_cluster,
+    recurrent_many,
+    recurrent_slopes,
+    recurrent_spread,
+)
 from factorlayer.plan.registry.family import Family, Takes
 
 TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, Monarch, blocks or dense")
@@ -36,6 +42,27 @@ RECURRENT_SPREAD_BACKWARD = Family(
     (recurrent_spread.RecurrentSpreadBackward,),
     "recurrent",
     SPREAD_TAKES,
+)
+MANY_TAKES = Takes(
+    needs=("wgmma",),
+    dtypes=recurrent_many.DTYPES,
+    factors=(1, 1),
+    tied=True,
+    more="dense, reset after the product, many sequences; on all multiprocessors together",
+)
+RECURRENT_MANY = Family(
+    "The same of a dense matrix that several blocks share, of many sequences",
+    recurrent_many.tile,
+    (recurrent_many.RecurrentMany, recurrent_many.RecurrentCounters),
+    "recurrent",
+    MANY_TAKES,
+)
+RECURRENT_MANY_BACKWARD = Family(
+    "What goes back through a dense matrix that several blocks share, of many sequences",
+    recurrent_many.tile_backward,
+    (recurrent_many.RecurrentManyBackward,),
+    "recurrent",
+    MANY_TAKES,
 )
 CLUSTER_TAKES = Takes(
     needs=("clusters",),
@@ -89,8 +116,13 @@ DECODE_FEW = Family(
     (decode_few.DecodeFew,),
     "recurrent",
 )
-OF_RECURRENCE = (RECURRENT, RECURRENT_CLUSTER, RECURRENT_SPREAD)
-OF_RECURRENCE_BACK = (RECURRENT_BACKWARD, RECURRENT_CLUSTER_BACKWARD, RECURRENT_SPREAD_BACKWARD)
+OF_RECURRENCE = (RECURRENT, RECURRENT_CLUSTER, RECURRENT_SPREAD, RECURRENT_MANY)
+OF_RECURRENCE_BACK = (
+    RECURRENT_BACKWARD,
+    RECURRENT_CLUSTER_BACKWARD,
+    RECURRENT_SPREAD_BACKWARD,
+    RECURRENT_MANY_BACKWARD,
+)
 OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)
 OF_DECODE_STEP = (DECODE_STEP,)
 OF_DECODE_CHOICE = (DECODE_CHOICE,)
