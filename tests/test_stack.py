@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import kronecker
 from test_backward import OPS
 from torch import Tensor, nn
 
@@ -18,7 +19,8 @@ import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
 from factorlayer.activations.texts import activation_of
-from factorlayer.autograd.layer_ops import has_kernel, not_at_once
+from factorlayer.autograd.backward import back_of_kept
+from factorlayer.autograd.layer_ops import ask_planner, has_kernel, not_at_once
 from factorlayer.autograd.layerwise import backward_by_layers, handed_back, has_backward, texts_by_layers
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.stack_ops import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
@@ -338,6 +340,21 @@ def test_a_kernel_of_all_gradients_is_asked_for_where_so_many_samples_have_one(
     assert there == {False, True} and asked
     for text, batch in asked:
         assert has_kernel(text, dtype, -1, class_of_batch(batch)), text
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_keep_states_go_back_by_them(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them by its own; one of which some weight does not learn makes them anew."""
+    be_hopper(monkeypatch)
+    sizes, batch = (16, 16, 8, 24, 16), 4000
+    layers = [Chain.of(kronecker(sizes, sizes, rank=rank), True, "identity") for rank in (2, 3)]
+    asked_of = torch.bfloat16, class_of_batch(batch), -1
+    first, second = (ask_planner("kept", layer.text, *asked_of) for layer in layers)
+    assert " kept " in first and " kept " in second
+    wanted = [place for place in range(13) if not (frozen and place == 1)]
+    asked = [text for text, _ in texts_by_layers(f"{first} | {second}", wanted, batch, torch.bfloat16, -1)]
+    assert asked[:2] == [back_of_kept(second), "sums 786432"]
+    assert (back_of_kept(first) in asked) != frozen
 
 
 @pytest.mark.parametrize("frozen", ["x", "first", "weights", "biases", "all but x", "all but the first"])

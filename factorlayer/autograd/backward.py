@@ -82,6 +82,14 @@ class Ops:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The states that a layer has kept, and its text that says so."""
+
+    text: str
+    states: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Visit:
     """Contractions that the way back goes through together. `weights` are their places among the layer's, in order."""
 
@@ -181,12 +189,22 @@ def gradients(
     text: str,
     wanted: int,
     through: str = "identity",
-    states: list[Tensor] | None = None,
+    by: Kept | None = None,
 ) -> list[Tensor]:
     """The gradients whose bit is set in `wanted` (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights
     behind those of the contractions are parameters of the activation. If an activation of another layer made x, the
-    gradient of x may be taken back `through` it, so that it is that of what this activation took. `states` are what
-    visits read, where that has been kept."""
+    gradient of x may be taken back `through` it, so that it is that of what this activation took. They are made `by`
+    states that the layer has kept; where not all weights' are wanted, states are made anew."""
+    chain = Chain.parse(text)
+    count = len(chain.contractions)
+    if by is not None and wanted >> 2 != (1 << len(weights)) - 1:
+        by = None
+    if by is not None and chain.contractions[0].tied:
+        made = ops.all_gradients(grad_y, x, [*weights, *by.states], back_of_kept(by.text), wanted & 3)
+        if wanted & 1:
+            made[0] = back_through(ops, made[0], x, through)
+        return made
+    states = None if by is None else [x, *by.states]
     fits = ops.fits_of(len(x))
     only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
@@ -194,8 +212,6 @@ def gradients(
         if wanted & 1:
             made[0] = back_through(ops, made[0], x, through)
         return made
-    chain = Chain.parse(text)
-    count = len(chain.contractions)
     weights, scalars = weights[:count], weights[count:]
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
@@ -350,7 +366,8 @@ def recording(fits: Callable[[Chain], bool], us: Predicting | None = None) -> tu
         if wanted & 2 and not Chain.parse(text).bias:  # which the op makes by another kernel
             asked.append((sums_text(grad.shape[1]), len(x)))
         beside = [x] * (wanted & 1) + [hollow(grad.shape[1])] * (wanted >> 1)
-        return [hollow(*t.shape) for t in (*beside, *weights)]
+        own = weights[: len(Chain.parse(text).contractions)]  # behind which states stand that a layer has kept
+        return [hollow(*t.shape) for t in (*beside, *own)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
         asked.append((text, len(x)))
@@ -392,11 +409,7 @@ def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
 def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting | None) -> Launched:
     """The texts of a training step, each with its number of samples: of a layer that keeps states, whose text that is
     `kept`, or of one that keeps none."""
-    layer = Chain.parse(kept or text)
-    if not kept or layer.is_monarch:
-        return [(kept or text, batch), *launched_texts(text, fits, batch, us=us, keeps=bool(kept))]
-    of_bias = [(sums_text(layer.out_features), batch)] * layer.bias
-    return [(kept, batch), (back_of_kept(kept), batch), *of_bias]
+    return [(kept or text, batch), *launched_texts(text, fits, batch, us=us, kept=kept)]
 
 
 def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting) -> str:
@@ -429,10 +442,11 @@ def texts(
     batch: int,
     wanted: int = -1,
     us: Predicting | None = None,
-    keeps: bool = False,
+    kept: str = "",
 ) -> list[tuple[str, int]]:
-    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
-    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us, keeps)))
+    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each; of a
+    layer that keeps states, `kept` is the text that says so."""
+    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us, kept)))
 
 
 def launched_texts(
@@ -441,17 +455,16 @@ def launched_texts(
     batch: int,
     wanted: int = -1,
     us: Predicting | None = None,
-    keeps: bool = False,
+    kept: str = "",
 ) -> list[tuple[str, int]]:
-    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term. A
-    Monarch layer may keep the state between its contractions."""
+    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term."""
     chain = Chain.parse(text)
     weights, bias = hollow_layer(chain)
     given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
     ops, asked = recording(fits, us)
     x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
-    states = [x, hollow(batch, chain.contractions[1].p * chain.contractions[1].inner)] if keeps else None
-    gradients(ops, grad_y, x, weights, bias, text, wanted & given, states=states)
+    by = Kept(kept, [hollow(batch, n) for n in Chain.parse(kept).kept]) if kept else None
+    gradients(ops, grad_y, x, weights, bias, text, wanted & given, by=by)
     return asked
 
 
