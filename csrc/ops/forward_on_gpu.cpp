@@ -66,7 +66,7 @@ std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tenso
                                         const Text& text) {
   const Chain& chain = find_chain(text.value);
   STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  STD_TORCH_CHECK(!chain.kept.empty() && !chain.backward, "factorlayer: the chain should be a layer and \"kept\"");
+  STD_TORCH_CHECK(!chain.kept.empty() && !chain.backward && !chain.slope, "factorlayer: the chain should be a layer and \"kept\"");
   check_x(chain, x);
   check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
   return run_chain(chain, {x}, weights, bias, text);

@@ -199,13 +199,14 @@ def gradients(
     count = len(chain.contractions)
     if by is not None and wanted >> 2 != (1 << len(weights)) - 1:
         by = None
+    fits = ops.fits_of(len(x))
     if by is not None and chain.contractions[0].tied:
-        made = ops.all_gradients(grad_y, x, [*weights, *by.states], back_of_kept(by.text), wanted & 3)
+        grad = _to_contractions(ops, grad_y, x, weights, bias, text, by)
+        made = ops.all_gradients(grad, x, [*weights, *by.states], back_of_kept(by.text), wanted & 3)
         if wanted & 1:
             made[0] = back_through(ops, made[0], x, through)
         return made
     states = None if by is None else [x, *by.states]
-    fits = ops.fits_of(len(x))
     only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
         made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
@@ -251,6 +252,20 @@ def gradients(
     if 0 in found:
         found[0] = back_through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
+
+
+def _to_contractions(
+    ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, by: Kept
+) -> Tensor:
+    """The gradient of what a Kronecker product's contractions make, by the last state, or by x where no kernel takes
+    that."""
+    if Chain.parse(text).activation == "identity":
+        return grad_y
+    fits, slope = ops.fits_of(len(x)), slope_of_kept(by.text)
+    if fits(Chain.parse(slope)):
+        return ops.slopes(grad_y, by.states[-1], weights, bias, slope)
+    texts = behind_texts(text, False, None, fits, ops.us(len(x)) if ops.us else None)
+    return back_to_contractions(ops, texts, grad_y, x, weights, bias)[0]
 
 
 def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
@@ -413,16 +428,17 @@ def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, 
 
 
 def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting) -> str:
-    """The text of a layer that keeps states. Of a Kronecker product, the planner has compared what it takes. A Monarch
-    layer keeps the state between its contractions where both are visited one after the other and a training step is
-    predicted to take less; else the text is empty."""
-    if Chain.parse(text).contractions[0].tied:
+    """The text of a layer that keeps states where a training step is predicted to take less by it; else an empty one.
+    Of a Kronecker product without an activation the planner has compared what it takes. A Monarch layer keeps the state
+    between its contractions only where both are visited one after the other."""
+    chain = Chain.parse(text)
+    if chain.contractions[0].tied and chain.activation == "identity":
         return kept
-    ops, _ = recording(fits, us)
-    every = (4 << len(Chain.parse(text).contractions)) - 1
-    planned = visits_of(ops, text, every, batch)
-    if len(planned) < 2 or not planned[1].turned:
-        return ""
+    if chain.is_monarch:
+        ops, _ = recording(fits, us)
+        planned = visits_of(ops, text, (4 << len(chain.contractions)) - 1, batch)
+        if len(planned) < 2 or not planned[1].turned:
+            return ""
 
     def total(kept: str) -> float:
         return sum(us(samples)(each) for each, samples in step_texts(text, kept, fits, batch, us))
@@ -432,8 +448,15 @@ def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch:
 
 @functools.lru_cache(1024)
 def back_of_kept(kept: str) -> str:
-    """The text that makes all gradients of a layer that has kept states."""
-    return replace(Chain.parse(kept), bias=False, backward=True).text
+    """The text that makes all gradients of a layer that has kept states, from the gradient of what it activates."""
+    return replace(Chain.parse(kept), bias=False, activation="identity", backward=True).text
+
+
+@functools.lru_cache(1024)
+def slope_of_kept(kept: str) -> str:
+    """The text that makes the gradient of what such a layer activates, from the last state."""
+    chain = Chain.parse(kept)
+    return replace(chain, slope=chain.out_features).text
 
 
 def texts(

@@ -29,6 +29,7 @@ from factorlayer.autograd.backward import (
     gradients,
     kept_if_worth_it,
     planned_behind,
+    slope_of_kept,
     step_texts,
     texts,
     visits_of,
@@ -149,7 +150,11 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     if kept := kept_text(text, x.dtype, device, batch):
         in_training = explain(kept, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
         lines[0] = f"{kernels}\ntrained, with states between kernels kept: {in_training}\nbackward, from these states:"
-        lines[1:] = ["all gradients at once"] if chain.contractions[0].tied else back
+        if chain.contractions[0].tied:
+            made_of = "the last state" if ops.fits_of(batch)(Chain.parse(slope_of_kept(kept))) else "x"
+            slopes = [f"activation: grad_y back through it, from {made_of}"]
+            back = slopes * (chain.activation != "identity") + ["all gradients at once"]
+        lines[1:] = back
     return "\n  ".join(lines)
 
 

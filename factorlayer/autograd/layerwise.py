@@ -146,7 +146,7 @@ class _Layers:
             own = [place for place in wanted if begin <= place < end]
             goes_on = any(place < begin for place in wanted)
             places = [0] * goes_on + [place - begin + 1 for place in own]
-            layer = _without_activation(layers[i]) if handed[i] else layers[i]
+            layer = without_activation(layers[i]) if handed[i] else layers[i]
             through = Chain.parse(layers[i - 1]).activation if goes_on and i and handed[i - 1] else "identity"
             own_states = kept[len(kept) - len(Chain.parse(given[i]).kept) :]
             del kept[len(kept) - len(own_states) :]
@@ -205,5 +205,5 @@ def _without_states(layer: str) -> str:
 
 
 @functools.lru_cache(1024)
-def _without_activation(layer: str) -> str:
+def without_activation(layer: str) -> str:
     return replace(Chain.parse(layer), activation="identity").text
