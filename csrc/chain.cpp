@@ -241,7 +241,8 @@ static Chain parse(const std::string& text) {
     Words words(stage);
     const std::string name = words.next();
     const bool last = chain.slope || chain.through || chain.sums;  // but for these
-    if (chain.tf32 || (!chain.kept.empty() && name != "tf32") || (last && name != "sums" && name != "turn" && name != "kept" && name != "tf32"))
+    const bool is_behind = name == "sums" || name == "turn" || name == "kept" || name == "tf32";
+    if (chain.tf32 || (!chain.kept.empty() && name != "tf32") || (last && !is_behind))
       throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {

@@ -285,7 +285,16 @@ def test_texts_that_cannot_keep_states(words: str) -> None:
         Chain.parse(text)
 
 
-def test_states_that_the_planner_does_not_keep_are_refused() -> None:
-    text = kept_text(LARGE, "bfloat16")
+@pytest.mark.parametrize("words", ["", "; gelu", "; gelu; slope 786432", "; backward"])
+def test_states_that_the_planner_does_not_keep_are_refused(words: str) -> None:
+    layer, numbers = kept_text(LARGE, "bfloat16", bias=False).split("; kept ")
+    assert planner.plan_of(f"{layer}{words}; kept {numbers}", "bfloat16", 4, HOPPER).passes
     with pytest.raises(PlanError, match="other states than those between its passes"):
-        planner.plan_of(text + "0", "bfloat16", 4, HOPPER)
+        planner.plan_of(f"{layer}{words}; kept {numbers}0", "bfloat16", 4, HOPPER)
+
+
+def test_groups_that_are_no_monarch_layer_keep_no_states() -> None:
+    text = "untied 0 4 2 2 1; untied 1 2 2 2 2"
+    assert not Chain.parse(text).is_monarch
+    with pytest.raises(PlanError, match="other states than those between its passes"):
+        planner.plan_of(text + "; kept 8", "bfloat16", 4, HOPPER)

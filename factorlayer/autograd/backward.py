@@ -193,8 +193,8 @@ def gradients(
 ) -> list[Tensor]:
     """The gradients whose bit is set in `wanted` (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights
     behind those of the contractions are parameters of the activation. If an activation of another layer made x, the
-    gradient of x may be taken back `through` it, so that it is that of what this activation took. They are made `by`
-    states that the layer has kept; where not all weights' are wanted, states are made anew."""
+    gradient of x may be taken back `through` it, so that it is that of what this activation took. All are made `by`
+    states that the layer has kept, unless some weight's is not wanted: then states are made anew."""
     chain = Chain.parse(text)
     count = len(chain.contractions)
     if by is not None and wanted >> 2 != (1 << len(weights)) - 1:

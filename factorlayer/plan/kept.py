@@ -51,11 +51,11 @@ def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pas
     """The passes of a layer that keeps states, and which of those that they hand on; or the passes of all its
     gradients, or of its slope. Raises PlanError if the text names others."""
     layer, keeps = replace(chain, kept=(), backward=False), tuple(range(len(chain.kept)))
-    if layer.is_monarch:
-        found, states = None, features_of(layer, dtype, batch, gpu)
-    else:
+    if layer.contractions[0].tied:
         found = fastest(_contractions(layer), dtype, batch, gpu)
         states = found.features if found else ()
+    else:
+        found, states = None, features_of(layer, dtype, batch, gpu)
     if chain.kept != states:
         raise PlanError(f"{chain.text!r} names other states than those between its passes")
     if found is None:
