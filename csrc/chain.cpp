@@ -126,9 +126,9 @@ bool Chain::may_keep() const {
   const auto are = [&](bool tied) {
     return std::all_of(contractions.begin(), contractions.end(), [&](const Contraction& c) { return c.tied == tied; });
   };
-  if (!inputs.empty() || x_turned || turned || mixed || gradient || slabs || slope || through || sums) return false;
-  if (contractions.size() == 2 && are(false)) return !backward && rank == 1 && !parameters();
-  return contractions.size() > 1 && are(true) && activation == "identity" && !(backward && bias);
+  if (!inputs.empty() || x_turned || turned || mixed || gradient || slabs || through || sums || parameters()) return false;
+  if (contractions.size() == 2 && are(false)) return !backward && !slope && rank == 1;
+  return contractions.size() > 1 && are(true) && !(backward && bias);
 }
 
 static void check_stage(const std::string& stage) {
@@ -228,8 +228,8 @@ static bool is_dense_with_bias(const Chain& chain, bool has_activation) {
 //     one gradient   [turned] a contraction [bias, of a dense layer] gradient [mixed]
 //     all gradients  [inputs] [rank] contractions [bias, without a rank] backward, and without a bias [turn] [mixed]; of one
 //                    contraction also [turned] before it and [slabs] behind all; of two untied ones also [few]
-//     kept states    [rank] tied contractions [bias] kept, and [rank] tied contractions backward kept; two untied contractions [bias]
-//                    [activation] kept
+//     kept states    [rank] tied contractions [bias] [activation] kept, [rank] tied contractions [bias] activation slope kept, and
+//                    [rank] tied contractions backward kept; two untied contractions [bias] [activation] kept
 //     a slope        a layer that ends in an activation, slope or, without a bias, through, [sums]
 //     no product     an activation, slope or through, [sums] [turn]; sums [turn]; turn [mixed]
 static Chain parse(const std::string& text) {
@@ -241,7 +241,8 @@ static Chain parse(const std::string& text) {
     Words words(stage);
     const std::string name = words.next();
     const bool last = chain.slope || chain.through || chain.sums;  // but for these
-    if (chain.tf32 || (!chain.kept.empty() && name != "tf32") || (last && name != "sums" && name != "turn" && name != "tf32"))
+    const bool is_behind = name == "sums" || name == "turn" || name == "kept" || name == "tf32";
+    if (chain.tf32 || (!chain.kept.empty() && name != "tf32") || (last && !is_behind))
       throw std::invalid_argument("\"" + name + "\" stands in the wrong place");
     const bool finishing = chain.bias || has_activation || chain.gradient || chain.backward || chain.turned || chain.slabs;
     if (name == "inputs" && chain.inputs.empty() && chain.contractions.empty() && chain.rank == 1 && !chain.x_turned && !finishing) {

@@ -13,9 +13,10 @@
 //     bias           behind the contractions
 //     NAME           an activation that has a name; or a program (expression.h), whose parameters are weights behind those of the
 //                    contractions
-//     kept a b ..    behind tied contractions and a bias, or behind "backward": states of so many features lie between passes, those of
-//                    all terms, and stay: a layer makes them beside y, and gradients are given them. Behind two untied contractions
-//                    and what follows them in a layer: what the first one makes stays, [o, i, p] of the second one.
+//     kept a b ..    behind tied contractions and what follows them in a layer, or behind "backward": states of so many features lie
+//                    between passes, those of all terms, and stay: a layer makes them beside y, and gradients are given them. Behind
+//                    "slope" the last of them is x. Behind two untied contractions and what follows them in a layer: what the first
+//                    one makes stays, [o, i, p] of the second one.
 //     tf32           at the end: float32 products may be rounded to TensorFloat-32, which kernels of a CPU never do
 //
 // Stages by which a chain makes a gradient in the place of y:
@@ -86,6 +87,7 @@ struct Chain {
   size_t weights() const { return contractions.size() + parameters(); }
   int64_t in_features() const;
   int64_t out_features() const;
+  int64_t given_features() const { return slope && !kept.empty() ? kept.back() : in_features(); }  // of x, which a state may be
   int64_t state_features() const;  // of x and of what each contraction makes of it, all together
 };
 

@@ -8,7 +8,7 @@
 namespace factorlayer::python {
 
 // Of what the extension and the Python package call of each other: one higher with every change, as in autograd/build.py.
-constexpr int interface = 15;
+constexpr int interface = 16;
 
 // An exception that Python code raised; `lasting` if the same call would raise it again.
 struct Error : std::runtime_error {

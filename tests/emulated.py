@@ -124,11 +124,12 @@ class Emulated:
         spec, dtype = replace(drawn_spec(rng), structure="kronecker"), rng.choice(DTYPES)
         spec = replace(spec, rank=min(spec.rank, spec.max_rank))
         batch, arch = min(rng.choice([3, 4, 6]), max(3, int(WORK / spec.multiply_adds()))), rng.choice([80, 90])
+        activation = rng.choice(["identity", *(name for name in SMOOTH if name not in KINKED)])
 
         def run() -> None:
-            test_kept.check(spec, test_kept.planned(spec, dtype, arch), batch, self.emulator)
+            test_kept.check(spec, test_kept.planned(spec, dtype, arch, activation), batch, self.emulator)
 
-        return f"kept {spec_id(spec)} {dtype} n{batch} sm_{arch}", run
+        return f"kept {spec_id(spec)} {dtype} {activation} n{batch} sm_{arch}", run
 
     def slopes(self, rng: random.Random) -> tuple[str, Callable[[], None]]:
         spec, dtype = drawn_spec(rng), rng.choice(DTYPES)

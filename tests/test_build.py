@@ -36,6 +36,7 @@ INTERFACES = {
     13: "fd5b4f39f45bdad8",
     14: "fd5b4f39f45bdad8",  # six classes of batches
     15: "d7b6c1911592936c",
+    16: "d7b6c1911592936c",  # Kronecker layers with an activation keep states
 }
 
 

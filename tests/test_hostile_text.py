@@ -32,6 +32,7 @@ OPS = torch.ops.factorlayer
 HOPPER = (90, 132, 232448)
 LAYER = "tied 1 32 32 32 1; tied 0 1 32 32 32"
 STRUCT = 'gelu{template<class\tT>static\tDEVICE\tT\tof(T\tx){asm("trap");return\tx}}'  # no blank, semicolon or slash
+PRELU = "0.0,x,lt:0:1,p0,mul:3:1,select:2:1:4/1.0,select:2:6:0,select:2:0:3,add:7:8/select:2:0:1"
 REFUSED = (ValueError, RuntimeError, TypeError)
 
 HOSTILE = {
@@ -63,6 +64,12 @@ HOSTILE = {
     "too-many-numbers": "tied 0 1 2 2 1 1",
     "bias-of-a-number": f"{LAYER}; bias 1",
     "other-order": f"{LAYER}; gelu; bias",
+    "kept-of-an-activation-that-learns": f"{LAYER}; {PRELU}; kept 1024",
+    "kept-behind-sums": f"{LAYER}; gelu; slope 1024; sums 1024; kept 1024",
+    "kept-behind-through": f"{LAYER}; gelu; through 1024; kept 1024",
+    "kept-before-a-slope": f"{LAYER}; gelu; kept 1024; slope 1024",
+    "kept-of-gradients-of-an-activation": f"{LAYER}; gelu; backward; kept 1024",
+    "kept-of-a-slope-of-groups": "untied 0 2 2 2 1; untied 1 1 2 2 2; gelu; slope 4; kept 4",
     "many-contractions": "; ".join(["tied 0 1 1 1 1"] * 5000),
     "different-contractions": "; ".join(f"tied {i} 1 1 1 1" for i in range(5000)),
     "many-layers": " | ".join(["tied 0 1 1 1 1"] * 5000),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import kronecker
 from test_backward import OPS
 from torch import Tensor, nn
 
@@ -18,10 +19,27 @@ import factorlayer.functional
 import factorlayer.stacks.stack
 from factorlayer import FactorMLP, fuse
 from factorlayer.activations.texts import activation_of
-from factorlayer.autograd.layer_ops import has_kernel, not_at_once
-from factorlayer.autograd.layerwise import backward_by_layers, handed_back, has_backward, texts_by_layers
+from factorlayer.autograd.backward import back_of_kept, slope_of_kept
+from factorlayer.autograd.layer_ops import ask_planner, has_kernel, kept_text, not_at_once
+from factorlayer.autograd.layerwise import (
+    backward_by_layers,
+    handed_back,
+    has_backward,
+    texts_by_layers,
+    without_activation,
+)
 from factorlayer.autograd.runtime import class_of_batch
-from factorlayer.autograd.stack_ops import STATES, Run, Stack, _parts, _tensors, is_large_product, known, runs_on_gpu
+from factorlayer.autograd.stack_ops import (
+    STATES,
+    Run,
+    Stack,
+    _parts,
+    _tensors,
+    is_large_product,
+    keeping,
+    known,
+    runs_on_gpu,
+)
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 
@@ -338,6 +356,43 @@ def test_a_kernel_of_all_gradients_is_asked_for_where_so_many_samples_have_one(
     assert there == {False, True} and asked
     for text, batch in asked:
         assert has_kernel(text, dtype, -1, class_of_batch(batch)), text
+
+
+@pytest.mark.parametrize("activation", ["identity", "tanh", "gelu"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_that_keep_states_go_back_by_them(
+    frozen: bool, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them by its own; one of which some weight does not learn makes them anew. The first one makes no slopes
+    of tanh, whose gradient the second one takes back."""
+    be_hopper(monkeypatch)
+    sizes, batch = (16, 16, 8, 24, 16), 4000
+    layers = [Chain.of(kronecker(sizes, sizes, rank=rank), True, activation) for rank in (2, 3)]
+    asked_of = torch.bfloat16, class_of_batch(batch), -1
+    first, second = (ask_planner("kept", layer.text, *asked_of) for layer in layers)
+    assert " kept " in first and " kept " in second
+    wanted = [place for place in range(13) if not (frozen and place == 1)]
+    asked = [text for text, _ in texts_by_layers(f"{first} | {second}", wanted, batch, torch.bfloat16, -1)]
+    slopes = [] if activation == "identity" else [slope_of_kept(second)]
+    assert asked[: len(slopes) + 2] == [*slopes, back_of_kept(second), "sums 786432"]
+    assert (back_of_kept(first) in asked) != frozen
+    assert ("tanh; through 786432" in asked) == (activation == "tanh")
+    assert activation == "identity" or (slope_of_kept(first) in asked) == (activation == "gelu" and not frozen)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_which_layers_of_a_block_keep_states(activation: str, hopper: int) -> None:
+    """As by themselves, but for the activation of one that is handed the gradient of what it activates."""
+    wide, small = kronecker((16, 16, 8, 24, 16), (16, 16, 8, 24, 16)), kronecker((1024, 768), (4, 4))
+    layers = [Chain.of(spec, True, activation).text for spec in (wide, wide, small)]
+    dtype, batch = torch.bfloat16, 4000
+    made = keeping(" | ".join(layers), dtype, hopper, batch).split(" | ")
+    handed = handed_back(" | ".join(layers), dtype, hopper, class_of_batch(batch))
+    assert handed == ((activation == "tanh",) * 2 + (False,))
+    asked = [without_activation(layer) if is_handed else layer for layer, is_handed in zip(layers, handed, strict=True)]
+    for layer, own, kept in zip(layers, made, [kept_text(each, dtype, hopper, batch) for each in asked], strict=True):
+        assert own == (f"{layer}; kept {kept.split('; kept ')[1]}" if kept else layer)
+    assert " kept " in made[0]
 
 
 @pytest.mark.parametrize("frozen", ["x", "first", "weights", "biases", "all but x", "all but the first"])

@@ -19,8 +19,8 @@ void check_slabs(const Chain& chain, const Tensor& x) {
 // Whether the tensors are those that the chain reads; the text of the chain comes from anyone.
 void check_x(const Chain& chain, const Tensor& x) {
   STD_TORCH_CHECK(chain.inputs.empty(), "factorlayer: x is several tensors by \"inputs\", which this op does not take");
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.in_features(), "factorlayer: x must be [batch, ",
-                  chain.in_features(), "]");
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == chain.given_features(), "factorlayer: x must be [batch, ",
+                  chain.given_features(), "]");
   check_slabs(chain, x);
 }
 

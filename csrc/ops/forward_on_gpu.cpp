@@ -21,58 +21,21 @@ cuda::Rows add_inputs(const Chain& chain, const std::vector<Tensor>& inputs, siz
   return rows;
 }
 
-// The y of a chain for x, or for the tensors that x is.
-Tensor run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const std::vector<Tensor>& weights,
-                 const std::optional<Tensor>& bias, const Text& text) {
+// The y of a chain for x, or for the tensors that x is, and behind it the states that the chain keeps for its gradients.
+std::vector<Tensor> run_chain(const Chain& chain, const std::vector<Tensor>& inputs, const std::vector<Tensor>& weights,
+                              const std::optional<Tensor>& bias, const Text& text) {
   const Tensor& x = inputs[0];
-  const size_t second = weights.size() + 1, used = chain.inputs.empty() ? weights.size() : second + inputs.size() - 1;
+  const size_t second = weights.size() + 1, others = inputs.size() - 1 + chain.kept.size();
+  const size_t used = others ? second + others : weights.size();
   STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
-                  " weights and inputs at most, the chain has ", used);
-  const int64_t batch = x.size(0);
-  Tensor y = new_matrix(x, batch, chain.out_features());
-  if (!batch) return y;
-
-  std::vector<Tensor> kept;
-  kept.reserve(weights.size() + inputs.size() + 5);
-  auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
-  cuda::Params params;
-  params.x = address(x);
-  params.y = y.mutable_data_ptr();
-  params.bias = bias ? address(*bias) : nullptr;
-  params.batch = batch;
-  for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  if (weights.size() < cuda::MAX_WEIGHTS) params.weights[weights.size()] = params.bias;  // where a stack's layer has it
-  const cuda::Rows rows = add_inputs(chain, inputs, second, params, kept);
-  run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, nullptr, nullptr, rows);
-  return y;
-}
-
-Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
-                    const Text& text) {
-  const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  check_inputs(chain, x, weights, bias);
-  return run_chain(chain, {x}, weights, bias, text);
-}
-
-// The y of a chain, and behind it the states that it keeps for its gradients.
-std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
-                                        const Text& text) {
-  const Chain& chain = find_chain(text.value);
-  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
-  STD_TORCH_CHECK(!chain.kept.empty() && !chain.backward, "factorlayer: the chain should be a layer and \"kept\"");
-  check_x(chain, x);
-  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
-  const size_t first = weights.size() + 1, used = first + chain.kept.size();
-  STD_TORCH_CHECK(used <= cuda::MAX_WEIGHTS, "factorlayer: CUDA kernels take ", cuda::MAX_WEIGHTS,
-                  " weights and states at most, the chain has ", used);
+                  " weights, inputs and states at most, the chain has ", used);
   const int64_t batch = x.size(0);
   std::vector<Tensor> made{new_matrix(x, batch, chain.out_features())};
   for (const int64_t features : chain.kept) made.push_back(new_matrix(x, batch, features));
   if (!batch) return made;
 
   std::vector<Tensor> kept;
-  kept.reserve(weights.size() + 6);
+  kept.reserve(weights.size() + inputs.size() + 5);
   auto address = [&](const Tensor& t) { return kept.emplace_back(aligned(as_contiguous(t))).const_data_ptr(); };
   cuda::Params params;
   params.x = address(x);
@@ -80,14 +43,33 @@ std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tenso
   params.bias = bias ? address(*bias) : nullptr;
   params.batch = batch;
   for (size_t i = 0; i < weights.size(); ++i) params.weights[i] = address(weights[i]);
-  params.weights[weights.size()] = params.bias;
-  cuda::Rows rows{first, {}};
+  if (weights.size() < cuda::MAX_WEIGHTS) params.weights[weights.size()] = params.bias;  // where a stack's layer has it
+  cuda::Rows rows = add_inputs(chain, inputs, second, params, kept);
   for (size_t i = 0; i < chain.kept.size(); ++i) {
-    params.weights[first + i] = made[1 + i].mutable_data_ptr();
+    params.weights[second + i] = made[1 + i].mutable_data_ptr();
     rows.bytes.push_back(chain.kept[i] * int64_t(x.element_size()));
   }
   run_on_cuda(text, &chain, x, x.size(1), chain.out_features(), params, kept, nullptr, nullptr, rows);
   return made;
+}
+
+Tensor forward_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                    const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  check_inputs(chain, x, weights, bias);
+  return run_chain(chain, {x}, weights, bias, text)[0];
+}
+
+// The y of a chain, and behind it the states that it keeps for its gradients.
+std::vector<Tensor> forward_states_cuda(const Tensor& x, const std::vector<Tensor>& weights, const std::optional<Tensor>& bias,
+                                        const Text& text) {
+  const Chain& chain = find_chain(text.value);
+  STD_TORCH_CHECK(x.is_cuda(), "factorlayer: x must be a CUDA tensor, as the others are");
+  STD_TORCH_CHECK(!chain.kept.empty() && !chain.backward && !chain.slope, "factorlayer: the chain should be a layer and \"kept\"");
+  check_x(chain, x);
+  check_layer(chain, x, weights.data(), weights.size(), bias ? &*bias : nullptr);
+  return run_chain(chain, {x}, weights, bias, text);
 }
 
 // What the last layer makes, or what each layer does, of layers that one kernel takes, as the planner knows.
@@ -124,7 +106,7 @@ Tensor run_stack(const Stack& stack, const std::vector<Tensor>& inputs, const st
   if (stack.layers.size() > 1) return run_layers(stack, inputs, tensors, text, false).back();
   const bool has_bias = stack.layers[0].bias;  // a chain's plan
   const std::optional<Tensor> bias = has_bias ? std::optional<Tensor>(tensors.back()) : std::nullopt;
-  return run_chain(find_chain(text.value), inputs, {tensors.begin(), tensors.end() - has_bias}, bias, text);
+  return run_chain(find_chain(text.value), inputs, {tensors.begin(), tensors.end() - has_bias}, bias, text)[0];
 }
 
 Tensor stack_forward_cuda(const Tensor& x, const std::vector<Tensor>& tensors, const Text& text) {

@@ -82,6 +82,14 @@ class Ops:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The states that a layer has kept, and its text that says so."""
+
+    text: str
+    states: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class Visit:
     """Contractions that the way back goes through together. `weights` are their places among the layer's, in order."""
 
@@ -181,21 +189,30 @@ def gradients(
     text: str,
     wanted: int,
     through: str = "identity",
-    states: list[Tensor] | None = None,
+    by: Kept | None = None,
 ) -> list[Tensor]:
     """The gradients whose bit is set in `wanted` (1 for x, 2 for the bias, 4 << i for weight i), in that order. Weights
     behind those of the contractions are parameters of the activation. If an activation of another layer made x, the
-    gradient of x may be taken back `through` it, so that it is that of what this activation took. `states` are what
-    visits read, where that has been kept."""
+    gradient of x may be taken back `through` it, so that it is that of what this activation took. All are made `by`
+    states that the layer has kept, unless some weight's is not wanted: then states are made anew."""
+    chain = Chain.parse(text)
+    count = len(chain.contractions)
+    if by is not None and wanted >> 2 != (1 << len(weights)) - 1:
+        by = None
     fits = ops.fits_of(len(x))
+    if by is not None and chain.contractions[0].tied:
+        grad = _to_contractions(ops, grad_y, x, weights, bias, text, by)
+        made = ops.all_gradients(grad, x, [*weights, *by.states], back_of_kept(by.text), wanted & 3)
+        if wanted & 1:
+            made[0] = back_through(ops, made[0], x, through)
+        return made
+    states = None if by is None else [x, *by.states]
     only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
     if only is not None:
         made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
         if wanted & 1:
             made[0] = back_through(ops, made[0], x, through)
         return made
-    chain = Chain.parse(text)
-    count = len(chain.contractions)
     weights, scalars = weights[:count], weights[count:]
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}
@@ -235,6 +252,20 @@ def gradients(
     if 0 in found:
         found[0] = back_through(ops, found[0], x, through)
     return [found[bit] for bit in sorted(found)]
+
+
+def _to_contractions(
+    ops: Ops, grad_y: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str, by: Kept
+) -> Tensor:
+    """The gradient of what a Kronecker product's contractions make, by the last state, or by x where no kernel takes
+    that."""
+    if Chain.parse(text).activation == "identity":
+        return grad_y
+    fits, slope = ops.fits_of(len(x)), slope_of_kept(by.text)
+    if fits(Chain.parse(slope)):
+        return ops.slopes(grad_y, by.states[-1], weights, bias, slope)
+    texts = behind_texts(text, False, None, fits, ops.us(len(x)) if ops.us else None)
+    return back_to_contractions(ops, texts, grad_y, x, weights, bias)[0]
 
 
 def planned_behind(ops: Ops, text: str, wanted: int, batch: int) -> tuple[str | None, tuple[str, ...]]:
@@ -350,7 +381,8 @@ def recording(fits: Callable[[Chain], bool], us: Predicting | None = None) -> tu
         if wanted & 2 and not Chain.parse(text).bias:  # which the op makes by another kernel
             asked.append((sums_text(grad.shape[1]), len(x)))
         beside = [x] * (wanted & 1) + [hollow(grad.shape[1])] * (wanted >> 1)
-        return [hollow(*t.shape) for t in (*beside, *weights)]
+        own = weights[: len(Chain.parse(text).contractions)]  # behind which states stand that a layer has kept
+        return [hollow(*t.shape) for t in (*beside, *own)]
 
     def slopes(grad: Tensor, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, text: str) -> Tensor:
         asked.append((text, len(x)))
@@ -392,24 +424,21 @@ def hollow_layer(chain: Chain) -> tuple[list[Tensor], Tensor | None]:
 def step_texts(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting | None) -> Launched:
     """The texts of a training step, each with its number of samples: of a layer that keeps states, whose text that is
     `kept`, or of one that keeps none."""
-    layer = Chain.parse(kept or text)
-    if not kept or layer.is_monarch:
-        return [(kept or text, batch), *launched_texts(text, fits, batch, us=us, keeps=bool(kept))]
-    of_bias = [(sums_text(layer.out_features), batch)] * layer.bias
-    return [(kept, batch), (back_of_kept(kept), batch), *of_bias]
+    return [(kept or text, batch), *launched_texts(text, fits, batch, us=us, kept=kept)]
 
 
 def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch: int, us: Predicting) -> str:
-    """The text of a layer that keeps states. Of a Kronecker product, the planner has compared what it takes. A Monarch
-    layer keeps the state between its contractions where both are visited one after the other and a training step is
-    predicted to take less; else the text is empty."""
-    if Chain.parse(text).contractions[0].tied:
+    """The text of a layer that keeps states where a training step is predicted to take less by it; else an empty one.
+    Of a Kronecker product without an activation the planner has compared what it takes. A Monarch layer keeps the state
+    between its contractions only where both are visited one after the other."""
+    chain = Chain.parse(text)
+    if chain.contractions[0].tied and chain.activation == "identity":
         return kept
-    ops, _ = recording(fits, us)
-    every = (4 << len(Chain.parse(text).contractions)) - 1
-    planned = visits_of(ops, text, every, batch)
-    if len(planned) < 2 or not planned[1].turned:
-        return ""
+    if chain.is_monarch:
+        ops, _ = recording(fits, us)
+        planned = visits_of(ops, text, (4 << len(chain.contractions)) - 1, batch)
+        if len(planned) < 2 or not planned[1].turned:
+            return ""
 
     def total(kept: str) -> float:
         return sum(us(samples)(each) for each, samples in step_texts(text, kept, fits, batch, us))
@@ -419,8 +448,15 @@ def kept_if_worth_it(text: str, kept: str, fits: Callable[[Chain], bool], batch:
 
 @functools.lru_cache(1024)
 def back_of_kept(kept: str) -> str:
-    """The text that makes all gradients of a layer that has kept states."""
-    return replace(Chain.parse(kept), bias=False, backward=True).text
+    """The text that makes all gradients of a layer that has kept states, from the gradient of what it activates."""
+    return replace(Chain.parse(kept), bias=False, activation="identity", backward=True).text
+
+
+@functools.lru_cache(1024)
+def slope_of_kept(kept: str) -> str:
+    """The text that makes the gradient of what such a layer activates, from the last state."""
+    chain = Chain.parse(kept)
+    return replace(chain, slope=chain.out_features).text
 
 
 def texts(
@@ -429,10 +465,11 @@ def texts(
     batch: int,
     wanted: int = -1,
     us: Predicting | None = None,
-    keeps: bool = False,
+    kept: str = "",
 ) -> list[tuple[str, int]]:
-    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each."""
-    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us, keeps)))
+    """The chains whose kernels make gradients of a chain, all or those `wanted`, and of how many samples each; of a
+    layer that keeps states, `kept` is the text that says so."""
+    return list(dict.fromkeys(launched_texts(text, fits, batch, wanted, us, kept)))
 
 
 def launched_texts(
@@ -441,17 +478,16 @@ def launched_texts(
     batch: int,
     wanted: int = -1,
     us: Predicting | None = None,
-    keeps: bool = False,
+    kept: str = "",
 ) -> list[tuple[str, int]]:
-    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term. A
-    Monarch layer may keep the state between its contractions."""
+    """The texts of texts(), each as often as its kernels run: if terms are taken one by one, once for each term."""
     chain = Chain.parse(text)
     weights, bias = hollow_layer(chain)
     given = 1 | chain.bias << 1 | ((1 << len(weights)) - 1) << 2
     ops, asked = recording(fits, us)
     x, grad_y = hollow(batch, chain.in_features), hollow(batch, chain.out_features)
-    states = [x, hollow(batch, chain.contractions[1].p * chain.contractions[1].inner)] if keeps else None
-    gradients(ops, grad_y, x, weights, bias, text, wanted & given, states=states)
+    by = Kept(kept, [hollow(batch, n) for n in Chain.parse(kept).kept]) if kept else None
+    gradients(ops, grad_y, x, weights, bias, text, wanted & given, by=by)
     return asked
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 
 VERSION = "0.1.0"
-INTERFACE = 15  # of what the extension and the package call of each other: csrc/python.h has the same number
+INTERFACE = 16  # of what the extension and the package call of each other: csrc/python.h has the same number
 
 
 def check_build(extension: ModuleType) -> None:

@@ -23,12 +23,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
 from factorlayer.autograd.backward import (
+    Kept,
     Ops,
-    back_of_kept,
     counts_as,
     gradients,
     kept_if_worth_it,
     planned_behind,
+    slope_of_kept,
     step_texts,
     texts,
     visits_of,
@@ -149,7 +150,11 @@ def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:
     if kept := kept_text(text, x.dtype, device, batch):
         in_training = explain(kept, dtype_name(x.dtype), class_of_batch(batch), *gpu_limits(device))
         lines[0] = f"{kernels}\ntrained, with states between kernels kept: {in_training}\nbackward, from these states:"
-        lines[1:] = ["all gradients at once"] if chain.contractions[0].tied else back
+        if chain.contractions[0].tied:
+            made_of = "the last state" if ops.fits_of(batch)(Chain.parse(slope_of_kept(kept))) else "x"
+            slopes = [f"activation: grad_y back through it, from {made_of}"]
+            back = slopes * (chain.activation != "identity") + ["all gradients at once"]
+        lines[1:] = back
     return "\n  ".join(lines)
 
 
@@ -374,21 +379,16 @@ def _gradients_by_states(
     text: str, kept: str, needs: Sequence[bool], grad_y: Tensor, saved: Sequence[Any]
 ) -> tuple[Any, ...]:
     """What _gradients() makes, of states that were saved behind the x, bias and weights. Who wants to differentiate
-    again, or some gradients only, or those of several vectors, has states made anew."""
-    of_x, of_bias, *of_weights = needs[1:]
-    if torch.is_grad_enabled():
-        return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _recorded_backward)
-    if not all(of_weights) or are_vectors(grad_y) or transforms_active():
-        return _gradients(text, needs, grad_y, saved[: len(needs) - 1], _raw_backward)
-    x, bias, *tensors = saved
-    if Chain.parse(text).contractions[0].tied:
-        made_of_all = cuda_ops(x.get_device(), x.dtype).all_gradients
-        made = iter(made_of_all(grad_y, x, tensors, back_of_kept(kept), of_x | of_bias << 1))
-    else:
-        *weights, state = tensors
-        wanted = of_x | of_bias << 1 | (4 << len(weights)) - 4
-        made = iter(_backward_on_cuda(grad_y, x, weights, bias, text, wanted, state))
-    return None, *(next(made) if need else None for need in needs[1:])
+    again, or the gradients of several vectors, has states made anew."""
+    given, states = saved[: len(needs) - 1], saved[len(needs) - 1 :]
+
+    def by_states(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
+        grad_y, x, bias, *weights = tensors
+        return tuple(_backward_on_cuda(grad_y, x, weights, bias, text, wanted, Kept(kept, states)))
+
+    anew = _recorded_backward if torch.is_grad_enabled() else _raw_backward
+    plain = not (torch.is_grad_enabled() or are_vectors(grad_y) or transforms_active())
+    return _gradients(text, needs, grad_y, given, by_states if plain else anew)
 
 
 class _KeptInGraph(Function):
@@ -678,19 +678,18 @@ def _backward_on_cuda(
     bias: Tensor | None,
     chain: str,
     wanted: int,
-    state: Tensor | None = None,
+    by: Kept | None = None,
 ) -> list[Tensor]:
     device, dtype, batch = x.get_device(), x.dtype, x.shape[0]
-    ops = cuda_ops(device, dtype)
-    key = chain, wanted, counts_as(batch), dtype, device, state is None
+    ops, kept = cuda_ops(device, dtype), "" if by is None else by.text
+    key = chain, wanted, counts_as(batch), dtype, device, kept
     if batch and key not in _prepared:
-        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us, state is not None), dtype, device)
+        prepare_together(texts(chain, ops.fits_of(batch), batch, wanted, ops.us, kept), dtype, device)
         _prepared.add(key)
-    states = None if state is None else [x, state]
     if not torch.is_grad_enabled():  # as in a backward pass; the context takes longer than all Python here
-        return gradients(ops, grad_y, x, weights, bias, chain, wanted, states=states)
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted, by=by)
     with torch.no_grad():
-        return gradients(ops, grad_y, x, weights, bias, chain, wanted, states=states)
+        return gradients(ops, grad_y, x, weights, bias, chain, wanted, by=by)
 
 
 _prepared: set[Hashable] = set()  # backward passes whose kernels are there, or have been

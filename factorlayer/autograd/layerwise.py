@@ -17,8 +17,8 @@ from torch import Tensor
 
 from factorlayer.activations.results import from_result
 from factorlayer.autograd.backward import (
+    Kept,
     Ops,
-    back_of_kept,
     back_through,
     gradients,
     hollow,
@@ -146,13 +146,12 @@ class _Layers:
             own = [place for place in wanted if begin <= place < end]
             goes_on = any(place < begin for place in wanted)
             places = [0] * goes_on + [place - begin + 1 for place in own]
-            layer = _without_activation(layers[i]) if handed[i] else layers[i]
+            layer = without_activation(layers[i]) if handed[i] else layers[i]
             through = Chain.parse(layers[i - 1]).activation if goes_on and i and handed[i - 1] else "identity"
             own_states = kept[len(kept) - len(Chain.parse(given[i]).kept) :]
             del kept[len(kept) - len(own_states) :]
-            made = self._of_layer(
-                grad, read, tensors[begin - 1 : end - 1], layer, places, through, given[i], own_states
-            )
+            by = Kept(given[i], own_states) if own_states else None
+            made = self._of_layer(grad, read, tensors[begin - 1 : end - 1], layer, places, through, by)
             found.update(zip(own, made[goes_on:], strict=True))
             if not goes_on:
                 break
@@ -167,11 +166,10 @@ class _Layers:
         text: str,
         places: Sequence[int],
         through: str,
-        kept: str,
-        states: Sequence[Tensor],
+        by: Kept | None,
     ) -> list[Tensor]:
-        """The gradients of one layer. That of x is taken back through the activation that made x. `states` are those
-        that it has kept, by its text `kept`."""
+        """The gradients of one layer, by states that it may have kept. That of x is taken back through the activation
+        that made x."""
         if has_backward(text, self.dtype, self.device, class_of_batch(len(x))):
             made = self.at_once(grad, x, tensors, text, places)
             made[0] = back_through(self.ops, made[0], x, through)
@@ -182,15 +180,7 @@ class _Layers:
         if bias is None:
             weights.append(last)
         bits = [1 if not place else 2 << place if place <= len(weights) else 2 for place in places]
-        wanted = sum(bits)
-        if not states or wanted >> 2 != (1 << len(chain.contractions)) - 1:
-            found = gradients(self.ops, grad, x, weights, bias, text, wanted, through)
-        elif chain.contractions[0].tied:
-            found = self.ops.all_gradients(grad, x, [*weights, *states], back_of_kept(kept), wanted & 3)
-            if wanted & 1:
-                found[0] = back_through(self.ops, found[0], x, through)
-        else:
-            found = gradients(self.ops, grad, x, weights, bias, text, wanted, through, [x, *states])
+        found = gradients(self.ops, grad, x, weights, bias, text, sum(bits), through, by)
         return [dict(zip(sorted(bits), found, strict=True))[bit] for bit in bits]
 
 
@@ -215,5 +205,5 @@ def _without_states(layer: str) -> str:
 
 
 @functools.lru_cache(1024)
-def _without_activation(layer: str) -> str:
+def without_activation(layer: str) -> str:
     return replace(Chain.parse(layer), activation="identity").text

@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +46,7 @@ from factorlayer.autograd.layerwise import (
     prepare_layers,
     tensors_of,
     texts_by_layers,
+    without_activation,
 )
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
@@ -257,16 +258,19 @@ def _kept_parts(layers: str, kept: str, dtype: torch.dtype, device: int) -> list
 @known
 def keeping(layers: str, dtype: torch.dtype, device: int, batch: int | None) -> str:
     """Layers that are trained one by one, of which those say so that keep states between their kernels: with a batch,
-    or in a graph, which is for any."""
+    or in a graph, which is for any. One that is handed the gradient of what it activates makes no slope."""
     alone = {part for part in _parts(layers, dtype, device) if " | " not in part}
+    batch_class = class_of_batch(batch or MANY)
 
-    def of(layer: str) -> str:
-        if layer not in alone or has_backward(layer, dtype, device, class_of_batch(batch or MANY)):
+    def of(layer: str, is_handed: bool) -> str:
+        if layer not in alone or has_backward(layer, dtype, device, batch_class):
             return layer
-        kept = kept_for_many(layer, dtype, device) if batch is None else kept_text(layer, dtype, device, batch)
-        return kept or layer
+        asked = without_activation(layer) if is_handed else layer, dtype, device
+        kept = kept_for_many(*asked) if batch is None else kept_text(*asked, batch)
+        return replace(Chain.parse(layer), kept=Chain.parse(kept).kept).text if kept else layer
 
-    return " | ".join(map(of, layers.split(" | ")))
+    handed = handed_back(layers, dtype, device, batch_class)
+    return " | ".join(map(of, layers.split(" | "), handed))
 
 
 @known

@@ -154,7 +154,8 @@ class Chain:
             raise ValueError("it has one number of features, on which slope, through, sums and turn should agree")
         if kept and not chain.may_keep:
             raise ValueError(
-                "states are kept by a Kronecker product with a bias, its gradients without, or a Monarch layer"
+                "states are kept by a Kronecker product, for its slope and, without a bias, for its gradients, or by a "
+                "Monarch layer, behind which no activation has parameters"
             )
         if inputs and sum(inputs) != chain.in_features:
             raise ValueError(f"its inputs have {sum(inputs)} features, the chain takes {chain.in_features}")
@@ -190,14 +191,16 @@ class Chain:
     @property
     def may_keep(self) -> bool:
         """Whether states between its passes may be kept for its gradients: of a Kronecker product all of them, which
-        its gradients are made of; of a Monarch layer the one between its contractions."""
+        its gradients are made of, and of the last one an activation's slope; of a Monarch layer the one between its
+        contractions."""
         where = (self.inputs, self.x_turned, self.turn, self.mixed, self.slabs)
-        if any(where) or self.gradient or self.slope or self.through or self.sums:
+        if any(where) or self.gradient or self.through or self.sums or self.parameters:
             return False
         tied = [c.tied for c in self.contractions]
         if tied == [False, False]:
-            return not self.backward and self.rank == 1 and not self.parameters
-        return len(tied) > 1 and all(tied) and self.activation == "identity" and not (self.backward and self.bias)
+            return not (self.backward or self.slope) and self.rank == 1
+        is_more = self.bias or self.activation != "identity"
+        return len(tied) > 1 and all(tied) and not (self.backward and is_more)
 
     @property
     def is_dense(self) -> bool:

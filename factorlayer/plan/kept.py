@@ -2,8 +2,9 @@
 
 Of a Kronecker product the passes forward and back are found together, so that they agree about these states; what
 visits.py makes again is a fifth of the way back. What is kept is less than PyTorch's own operations would: a state for
-each term between two passes, not between two contractions. Of a Monarch layer the state between its contractions is
-kept, as the second one reads it, and its gradient as well.
+each term between two passes, not between two contractions. An activation's slopes are made of the last of these
+states, by the last pass once more. Of a Monarch layer the state between its contractions is kept, as the second one
+reads it, and its gradient as well.
 """
 
 from __future__ import annotations
@@ -48,41 +49,55 @@ def features_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[int, ..
 
 def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], tuple[int, ...]]:
     """The passes of a layer that keeps states, and which of those that they hand on; or the passes of all its
-    gradients. Raises PlanError if the text names others."""
-    layer = replace(chain, kept=(), backward=False)
-    if chain.kept != features_of(layer, dtype, batch, gpu):
+    gradients, or of its slope. Raises PlanError if the text names others."""
+    layer, keeps = replace(chain, kept=(), backward=False), tuple(range(len(chain.kept)))
+    if layer.contractions[0].tied:
+        found = fastest(_contractions(layer), dtype, batch, gpu)
+        states = found.features if found else ()
+    else:
+        found, states = None, features_of(layer, dtype, batch, gpu)
+    if chain.kept != states:
         raise PlanError(f"{chain.text!r} names other states than those between its passes")
-    if chain.is_monarch:
+    if found is None:
         first, second = of_each(layer, dtype, batch, gpu)
         return (*first, *second), (len(first) - 1,)
-    found = _worth_it(replace(layer, bias=False), dtype, batch, gpu)
-    assert found is not None  # as it has features
     if chain.backward:
         return found.back, ()
-    return forward_of(layer, found, dtype, batch, gpu), tuple(range(len(chain.kept)))
+    passes = forward_of(layer, found, dtype, batch, gpu)
+    if not passes:
+        raise PlanError(f"there are no passes for {chain.text!r}")
+    return passes, () if chain.slope else keeps
 
 
 def forward_of(chain: Chain, found: Kept, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:
-    """The passes of a layer that may have a bias, which the one that was found has not."""
+    """The passes of a layer that may have a bias and an activation, which the one that was found has not; of a slope,
+    the one that makes it of the last state, if there is one."""
     return _forward(chain, dtype, found.modes, found.parts, batch, gpu)
+
+
+def _contractions(chain: Chain) -> Chain:
+    return Chain(chain.contractions, chain.rank, tf32=chain.tf32)
 
 
 @functools.lru_cache(256)
 def _worth_it(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Kept | None:
-    """The fastest way to keep states, or None where training is not predicted to take less by it."""
+    """The fastest way to keep states, or None where training is not predicted to take less by it. With an activation it
+    may still take more: here its slope takes nothing where states are kept, and the whole layer where they are not."""
+    alone = _contractions(chain)
     try:
-        ahead = forward(chain, dtype, batch, gpu)
+        ahead = forward(chain, dtype, batch, gpu) * (1 if chain.activation == "identity" else 2)
     except PlanError:
         return None
     try:
-        apart = *ahead, *all_gradients(replace(chain, backward=True), dtype, batch, gpu)
+        apart = *ahead, *all_gradients(replace(alone, backward=True), dtype, batch, gpu)
     except PlanError:  # several calls are faster than the visits that make states once more
-        return fastest(chain, dtype, batch, gpu, KEPT_WORTH * (sum_us(ahead) + apart_us(chain, dtype, batch, gpu)))
-    found = fastest(chain, dtype, batch, gpu, KEPT_WORTH * sum_us(apart))
+        return fastest(alone, dtype, batch, gpu, KEPT_WORTH * (sum_us(ahead) + apart_us(alone, dtype, batch, gpu)))
+    found = fastest(alone, dtype, batch, gpu, KEPT_WORTH * sum_us(apart))
     is_worth_it = found and class_us((*found.forward, *found.back), batch) < KEPT_WORTH * class_us(apart, batch)
     return found if is_worth_it else None
 
 
+@functools.lru_cache(256)
 def fastest(chain: Chain, dtype: str, batch: int, gpu: Gpu, most: float = math.inf) -> Kept | None:
     """The way to keep states that is predicted to take the least time, if that is less than `most` microseconds."""
     found = None
@@ -115,6 +130,8 @@ def _forward(
     gpu: Gpu,
     most: float = math.inf,
 ) -> tuple[Pass, ...]:
-    """The passes of a layer that contracts modes by these parts; none if they would take `most` microseconds."""
+    """The passes of a layer that contracts modes by these parts, of a slope the last one; none if one has no tiling or
+    they would take `most` microseconds."""
     works = works_of(chain, dtype, modes, [list(part) for part in parts])
+    works = works[-1:] if chain.slope else works
     return tile_all(works, batch, gpu, [least_us(work, batch, gpu) for work in works], most) or ()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from oracle import kronecker, monarch
 from torch import Tensor, nn
 
 from factorlayer import FactorLinear, fuse
+from factorlayer.activations.texts import UserActivation, activation_of
 from factorlayer.autograd import layer_ops
+from factorlayer.autograd.backward import slope_of_kept
 from factorlayer.functional import factor_linear
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
@@ -46,23 +49,35 @@ def tensors(spec: LayerSpec, dtype: str, batch: int) -> tuple[Tensor, list[Tenso
 
 
 def layer_of(
-    spec: LayerSpec, x: Tensor, weights: list[Tensor], bias: Tensor, implementation: str = "fused", activation: str = ""
+    spec: LayerSpec,
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor,
+    implementation: str = "fused",
+    activation: UserActivation = None,
 ) -> Tensor:
     rank = spec.rank if spec.structure == "kronecker" else None
     return factor_linear(
         x,
         weights,
         bias,
-        activation=activation or None,
+        activation=activation,
         structure=spec.structure,
         rank=rank,
         implementation=implementation,
     )
 
 
-def right(spec: LayerSpec, x: Tensor, weights: list[Tensor], bias: Tensor, grad: Tensor) -> list[Tensor]:
+def right(
+    spec: LayerSpec,
+    x: Tensor,
+    weights: list[Tensor],
+    bias: Tensor,
+    grad: Tensor,
+    activation: UserActivation = None,
+) -> list[Tensor]:
     leaves = [t.detach().double().requires_grad_() for t in (x, *weights, bias)]
-    y = layer_of(spec, leaves[0], leaves[1:-1], leaves[-1], "batched")
+    y = layer_of(spec, leaves[0], leaves[1:-1], leaves[-1], "batched", activation)
     return [y, *torch.autograd.grad(y, leaves, grad.double())]
 
 
@@ -94,6 +109,65 @@ def test_gradients_of_everything(spec: LayerSpec, batch: int, dtype: str) -> Non
         assert (made.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
+def kept_text(spec: LayerSpec, x: Tensor, activation: UserActivation) -> str:
+    """The text of a layer with a bias that keeps states."""
+    text = layer_ops.text_for(Chain.of(spec, True, activation_of(activation)[0]), x)
+    return layer_ops.kept_text(text, x.dtype, x.get_device(), len(x))
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("number", "activation"),
+    [(0, "gelu"), (1, "tanh"), (2, nn.functional.mish), (3, "sigmoid")],
+    ids=["gelu", "tanh", "mish", "sigmoid"],
+)
+def test_a_kronecker_layer_with_an_activation(number: int, activation: UserActivation, dtype: str) -> None:
+    spec, batch = LAYERS[number]
+    x, weights, bias, grad = tensors(spec, dtype, batch)
+    leaves = [x, *weights, bias]
+    with arithmetic(dtype):
+        poison(batch * spec.out_features * x.element_size())
+        y = layer_of(spec, x, weights, bias, activation=activation)
+        assert keeps(y) == bool(kept_text(spec, x, activation))
+        assert keeps(y) or dtype == "float32"
+        poison(batch * spec.out_features * x.element_size())
+        found = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+        again = torch.autograd.grad(y, leaves, grad)
+        once_more = layer_of(spec, x, weights, bias, activation=activation)  # by the eager call
+        assert keeps(once_more) == keeps(y)
+        by_eager = torch.autograd.grad(once_more, leaves, grad)
+    assert torch.equal(y, once_more)
+    for first, second, third in zip(found, again, by_eager, strict=True):  # nothing that was kept has changed
+        assert torch.equal(first, second) and torch.equal(first, third)
+    for made, expected in zip((y, *found), right(spec, x, weights, bias, grad, activation), strict=True):
+        assert (made.double() - expected).norm() <= 2 * TOLERANCE[dtype] * expected.norm()
+
+
+def test_what_is_activated_may_be_changed_in_place() -> None:
+    """As no slope is made of it."""
+    spec, batch = LAYERS[0]
+    x, weights, bias, grad = tensors(spec, "bfloat16", batch)
+    leaves = [x, *weights, bias]
+    expected = torch.autograd.grad(layer_of(spec, x, weights, bias, activation="tanh"), leaves, 2 * grad)
+    y = layer_of(spec, x, weights, bias, activation="tanh")
+    assert keeps(y)
+    for made, each in zip(torch.autograd.grad(y.mul_(2), leaves, grad), expected, strict=True):
+        assert torch.equal(made, each)
+
+
+def test_a_state_of_other_features_is_refused() -> None:
+    spec, batch = LAYERS[0]
+    x, weights, bias, grad = tensors(spec, "bfloat16", batch)
+    kept = kept_text(spec, x, "gelu")
+    *_, last = Chain.parse(kept).kept
+    assert last != spec.in_features
+    slopes = torch.ops.factorlayer.slopes
+    with torch.no_grad(), pytest.raises(RuntimeError, match=rf"x must be \[batch, {last}\]"):
+        slopes(grad, x, weights, bias, slope_of_kept(kept))
+    with torch.no_grad(), pytest.raises(RuntimeError, match='should be a layer and "kept"'):
+        torch.ops.factorlayer.forward_states(x.new_zeros(batch, last), weights, bias, slope_of_kept(kept))
+
+
 @dtypes
 @pytest.mark.parametrize("activation", ["gelu", "tanh"])
 def test_a_monarch_layer_with_an_activation(activation: str, dtype: str) -> None:
@@ -109,36 +183,40 @@ def test_a_monarch_layer_with_an_activation(activation: str, dtype: str) -> None
         assert (made.double() - each).norm() <= 2 * TOLERANCE[dtype] * each.norm()
 
 
-@pytest.mark.parametrize("number", [0, 5])
-@pytest.mark.parametrize("wanted", ["x", "one weight", "bias", "all but x"])
-def test_some_gradients(wanted: str, number: int) -> None:
+@pytest.mark.parametrize(("number", "activation"), [(0, None), (0, "gelu"), (5, None)])
+@pytest.mark.parametrize("wanted", ["x", "one weight", "bias", "all but x", "all but the bias", "all weights"])
+def test_some_gradients(wanted: str, number: int, activation: UserActivation) -> None:
     spec, batch = LAYERS[number]
     x, weights, bias, grad = tensors(spec, "float32", batch)
-    asked = {"x": [x], "one weight": [weights[1]], "bias": [bias], "all but x": [*weights, bias]}[wanted]
-    y = layer_of(spec, x, weights, bias)
+    asked = {"x": [x], "one weight": [weights[1]], "bias": [bias], "all but x": [*weights, bias]}
+    asked |= {"all but the bias": [x, *weights], "all weights": weights}
+    y = layer_of(spec, x, weights, bias, activation=activation)
     assert keeps(y)
-    expected = dict(zip(map(id, (x, *weights, bias)), right(spec, x, weights, bias, grad)[1:], strict=True))
-    for leaf, made in zip(asked, torch.autograd.grad(y, asked, grad), strict=True):
+    made_right = right(spec, x, weights, bias, grad, activation)[1:]
+    expected = dict(zip(map(id, (x, *weights, bias)), made_right, strict=True))
+    for leaf, made in zip(asked[wanted], torch.autograd.grad(y, asked[wanted], grad), strict=True):
         assert (made.double() - expected[id(leaf)]).norm() <= 2e-5 * expected[id(leaf)].norm()
 
 
-def test_gradients_that_are_differentiated_again() -> None:
+@pytest.mark.parametrize("activation", [None, "tanh"])
+def test_gradients_that_are_differentiated_again(activation: UserActivation) -> None:
     spec, batch = kronecker((8, 40, 104, 24), (16, 8, 112, 40)), 3
     x, weights, bias, grad = tensors(spec, "float64", batch)
-    y = layer_of(spec, x, weights, bias)
+    y = layer_of(spec, x, weights, bias, activation=activation)
     assert keeps(y)
     (of_x,) = torch.autograd.grad(y, x, grad, create_graph=True)
     made = torch.autograd.grad(of_x.square().sum(), weights)
-    z = layer_of(spec, x, weights, bias, "batched")
+    z = layer_of(spec, x, weights, bias, "batched", activation)
     (of_x,) = torch.autograd.grad(z, x, grad, create_graph=True)
     for one, other in zip(made, torch.autograd.grad(of_x.square().sum(), weights), strict=True):
         assert (one - other).norm() <= 1e-12 * other.norm()
 
 
-def test_several_vectors_at_once() -> None:
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_several_vectors_at_once(activation: UserActivation) -> None:
     spec, batch = LAYERS[0]
     x, weights, bias, grad = tensors(spec, "float32", batch)
-    y = layer_of(spec, x, weights, bias)
+    y = layer_of(spec, x, weights, bias, activation=activation)
     assert keeps(y)
     grads = torch.stack([grad, -2 * grad])
     made = torch.autograd.grad(y, [x, weights[0]], grads, is_grads_batched=True, retain_graph=True)
@@ -160,12 +238,13 @@ def test_frozen_weights_keep_nothing_and_a_weight_changed_in_place_is_found_out(
     assert not keeps(layer_of(spec, x, weights, bias))
 
 
-def test_memory_goes_with_the_graph() -> None:
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_memory_goes_with_the_graph(activation: UserActivation) -> None:
     spec, batch = LAYERS[0]
     x, weights, bias, grad = tensors(spec, "bfloat16", batch)
 
     def step() -> None:
-        y = layer_of(spec, x, weights, bias)
+        y = layer_of(spec, x, weights, bias, activation=activation)
         assert keeps(y)
         torch.autograd.grad(y, [x, *weights, bias], grad)
 
@@ -177,9 +256,9 @@ def test_memory_goes_with_the_graph() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.parametrize("activation", ["", "gelu"])
+@pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("number", [4, 5])
-def test_compiled_layers_keep_it_too(number: int, activation: str) -> None:
+def test_compiled_layers_keep_it_too(number: int, activation: str | None) -> None:
     spec, batch = LAYERS[number]
     x, weights, bias, grad = tensors(spec, "bfloat16", batch // 8)
 
@@ -228,12 +307,60 @@ def test_blocks_of_monarch_layers(activation: str, compiles: bool, dtype: str) -
         assert (made.double() - each.grad).norm() <= 8 * TOLERANCE[dtype] * each.grad.norm()
 
 
-def test_a_graph_replays_it() -> None:
+def nodes_that_keep(y: Tensor) -> int:
+    """How many nodes of the graph behind y have a text that keeps states."""
+    found, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [before for before, _ in node.next_functions]
+    return sum(" kept " in getattr(node, "kept", "") + getattr(node, "layers", "") for node in found)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+@dtypes
+def test_blocks_of_kronecker_layers(activation: str, dtype: str) -> None:
+    """The gradient goes back through tanh behind a layer that is one of a run, and through gelu in the layer."""
+    torch.manual_seed(0)
+    dt = DTYPES[dtype]
+    wide, other = (8, 40, 104, 24), (16, 8, 112, 40)
+    pairs = [(wide, other), (other, wide), (wide, other)]
+    layers = [FactorLinear(math.prod(p), math.prod(q), factors=(p, q)) for p, q in pairs]
+    kinds = {"tanh": nn.Tanh, "gelu": nn.GELU}
+    model = nn.Sequential(layers[0], kinds[activation](), layers[1], kinds[activation](), layers[2], nn.GELU())
+    for p in model.parameters():
+        p.data.normal_().mul_(p.shape[-1] ** -0.5 if p.dim() > 1 else 1)
+    for layer in layers:
+        layer.implementation = "batched"
+    twin = copy.deepcopy(model).to("cuda", torch.float64)
+    for layer in layers:
+        layer.implementation = "fused"
+    block = fuse(model.to("cuda", dt), implementation="fused")
+    x = torch.randn(30, math.prod(wide), device="cuda", dtype=dt, requires_grad=True)
+    leaves = [x, *block.parameters()]
+    with arithmetic(dtype):
+        y = block(x)
+        assert nodes_that_keep(y) or dtype == "float32"
+        grad = torch.randn_like(y)
+        found = torch.autograd.grad(y, leaves, grad)
+        again = torch.autograd.grad(block(x), leaves, grad)
+    for first, second in zip(found, again, strict=True):
+        assert torch.equal(first, second)
+    x = x.detach().double().requires_grad_()
+    expected = torch.autograd.grad(twin(x), [x, *twin.parameters()], grad.double())
+    for made, each in zip(found, expected, strict=True):
+        assert (made.double() - each).norm() <= 8 * TOLERANCE[dtype] * each.norm()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_a_graph_replays_it(activation: UserActivation) -> None:
     spec, batch = LAYERS[2]
     x, weights, bias, grad = tensors(spec, "bfloat16", batch)
 
     def step() -> tuple[Tensor, ...]:
-        y = layer_of(spec, x, weights, bias)
+        y = layer_of(spec, x, weights, bias, activation=activation)
+        assert keeps(y)
         return torch.autograd.grad(y, [x, *weights, bias], grad)
 
     expected = step()
@@ -250,10 +377,11 @@ def test_a_graph_replays_it() -> None:
         assert torch.equal(one, other)
 
 
-def test_what_explain_says_of_it() -> None:
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_what_explain_says_of_it(activation: UserActivation) -> None:
     spec, batch = LAYERS[0]
-    layer = FactorLinear(
-        spec.in_features, spec.out_features, factors=(spec.in_factors, spec.out_factors), rank=spec.rank
-    )
+    factors = spec.in_factors, spec.out_factors
+    layer = FactorLinear(spec.in_features, spec.out_features, factors=factors, rank=spec.rank, activation=activation)
     said = layer.to("cuda", torch.bfloat16).explain(batch)
     assert "states between kernels kept" in said and "from these states" in said
+    assert ("activation: grad_y back through it, from the last state" in said) == (activation == "gelu")
