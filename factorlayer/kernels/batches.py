@@ -37,3 +37,8 @@ def stands_for(batch: int) -> int:
 def samples_of_class(batch: int) -> tuple[int, ...]:
     """Numbers of samples that plans and tilings are compared by for the class of a batch."""
     return tuple(max(1, round(each * batch)) for each in COMPARED[class_of(batch)])
+
+
+def sequences_of_class(batch: int) -> tuple[int, ...]:
+    """The same of sequences that take turns by groups."""
+    return next((each for each in OF_SEQUENCES if batch <= each[-1]), (batch,))

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from factorlayer.device.code import Told, constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import OF_SEQUENCES
+from factorlayer.kernels.batches import sequences_of_class
 from factorlayer.kernels.passes import OneSpread, Pass
-from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS, AllSteps
-from factorlayer.kernels.recurrent.recurrent_spread import STEPS_HELD, TOGETHER
+from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS
+from factorlayer.kernels.recurrent.recurrent_spread import STEPS_HELD, SharedOut
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.recurrence import GATES, Recurrence
 
@@ -42,9 +42,8 @@ OF_PRODUCT, OF_ANOTHER, PRODUCT_CYCLES = 0.82, 0.78, 24
 
 
 @dataclass(frozen=True)
-class RecurrentMany(AllSteps):
-    """A pass, tiled: `own` features of the state for each block along y, groups of sequences for each of `warpgroups`
-    along x."""
+class RecurrentMany(SharedOut):
+    """A pass, tiled: blocks have groups of sequences along x, one for each of `warpgroups` at once."""
 
     recurrence: Recurrence
     dtype: str
@@ -60,10 +59,6 @@ class RecurrentMany(AllSteps):
     title = "recurrent, many sequences"
 
     @property
-    def hidden(self) -> int:
-        return self.recurrence.hidden
-
-    @property
     def units(self) -> int:
         """Sequences that a block has at once."""
         return ROWS * self.warpgroups
@@ -73,15 +68,8 @@ class RecurrentMany(AllSteps):
         return 128 * self.warpgroups + BRINGING
 
     @property
-    def split(self) -> int:
-        return -(-self.hidden // self.own)
-
-    @property
     def products(self) -> str:
         return wgmma(self.dtype, [self.summed * self.own])
-
-    def source(self, name: str) -> str:
-        return super().source(name) + TOGETHER
 
     # Shared memory: weights, slots, where rows lie, barriers
 
@@ -222,8 +210,7 @@ Tiled = TypeVar("Tiled", bound=RecurrentMany)
 
 
 def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
-    compared = next((each for each in OF_SEQUENCES if batch <= each[-1]), (batch,))
-    return min(found, key=lambda plan: math.prod(map(plan.us_of, compared)), default=None)
+    return min(found, key=lambda plan: math.prod(map(plan.us_of, sequences_of_class(batch))), default=None)
 
 
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import OF_SEQUENCES
+from factorlayer.kernels.batches import sequences_of_class
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
@@ -41,9 +41,27 @@ HANDED_ON_US, ROUND_US, ROUND_BACK_US = 0.6, 0.65, 1.05
 TWICE_US = 1.7
 
 
+class SharedOut(AllSteps):
+    """A pass over all steps whose blocks along y share out a dense matrix, and wait for one another: `own` features of
+    the state for each of them."""
+
+    own: int
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrence.hidden
+
+    @property
+    def split(self) -> int:
+        return -(-self.hidden // self.own)
+
+    def source(self, name: str) -> str:
+        return super().source(name) + TOGETHER
+
+
 @dataclass(frozen=True)
-class RecurrentSpread(AllSteps):
-    """A pass, tiled: `own` features of the state for each block along y, `units` sequences along x at once."""
+class RecurrentSpread(SharedOut):
+    """A pass, tiled: blocks have `units` sequences along x at once."""
 
     recurrence: Recurrence
     dtype: str
@@ -56,10 +74,6 @@ class RecurrentSpread(AllSteps):
     summed = GATES  # gates whose sums stay apart
     round_us = ROUND_US
     title = "recurrent, spread"
-
-    @property
-    def hidden(self) -> int:
-        return self.recurrence.hidden
 
     @property
     def before(self) -> bool:
@@ -76,10 +90,6 @@ class RecurrentSpread(AllSteps):
         return 1 + self.before
 
     @property
-    def split(self) -> int:
-        return -(-self.hidden // self.own)
-
-    @property
     def shares_sectors(self) -> bool:
         """Whether two blocks hand on halves of one."""
         return self.own * self.size % SECTOR != 0
@@ -87,9 +97,6 @@ class RecurrentSpread(AllSteps):
     def us_of(self, batch: int) -> float:
         groups = -(-batch // self.units)
         return STEPS * self.step_us * -(-groups // (self.gpu.sms // self.split))
-
-    def source(self, name: str) -> str:
-        return super().source(name) + TOGETHER
 
     # Shared memory: where rows lie, weights, states, and what warps have summed
 
@@ -228,7 +235,7 @@ Tiled = TypeVar("Tiled", bound=RecurrentSpread)
 def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
     """Up to 64 sequences have one plan: where groups take turns, twice as many take twice as long. Blocks that share a
     sector of L2 come last: asked for by all while one half is there, it cost 0.2 to 1 us forward, and 1 to 6 back."""
-    compared = next((each for each in OF_SEQUENCES if batch <= each[-1]), (batch,))
+    compared = sequences_of_class(batch)
     return min(found, key=lambda plan: (plan.shares_sectors, math.prod(map(plan.us_of, compared))), default=None)
 
 
