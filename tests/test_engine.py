@@ -27,7 +27,7 @@ from factorlayer.activations.tracing import trace
 from factorlayer.autograd import runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.device.gpu import DTYPES, Gpu
-from factorlayer.kernels.batches import BATCHES, SOME
+from factorlayer.kernels.batches import BATCHES, SOME, class_of
 from factorlayer.kernels.batches import FEW as FEW_SAMPLES
 from factorlayer.kernels.monarch import slab_backward, untied_backward
 from factorlayer.kernels.monarch.untied_backward import UntiedBackward
@@ -754,7 +754,7 @@ def has_plan_in_float32(chain: Chain) -> bool:
 def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "gpu"))
     cases = list(importlib.import_module("sanitize").cases())
-    assert len(cases) <= 68
+    assert len(cases) <= 70
     found = set()
     for case in cases:
         assert case.batch * max(case.shapes[0][1], case.out_features) <= 1 << 21, f"{case} takes long"
@@ -762,8 +762,10 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
             found |= {f"inputs in {case.dtype}"}
             continue
         if case.name.startswith("gru "):
+            text, sequences, *_ = case.name.split(", ")
+            batch_class = class_of(int(sequences.split()[0]))
             for asked in ("", " | slopes", " | backward"):
-                passes = plan_of(case.name.split(", ")[0] + asked, case.dtype, 0, Gpu.of(90)).passes
+                passes = plan_of(text + asked, case.dtype, batch_class, Gpu.of(90)).passes
                 found |= {" ".join(type(p).__name__ for p in passes)}
             continue
         if case.chain is None or case.spec is None:
@@ -815,6 +817,7 @@ def test_the_sanitizers_cases_cover_the_engine(monkeypatch: pytest.MonkeyPatch) 
     } <= found
     assert {"Recurrent", "RecurrentBackward", "RecurrentSlopes", "RecurrentFill RecurrentSpread"} <= found
     assert {"RecurrentFill RecurrentSpreadBackward", "RecurrentCluster", "RecurrentClusterBackward"} <= found
+    assert {"RecurrentCounters RecurrentMany", "RecurrentCounters RecurrentManyBackward"} <= found
     assert {"PairBackward Reduction FactorGradients", "PairBackward Reduction"} <= found
     assert "PairDoubleBackward PairDoubleBackward Reduction" in found
     ways = "SmallDouble", "Pair16Large", "PairSplit"
