@@ -79,6 +79,7 @@ class Case:
     many: int = 0  # features of a block, if there are many sequences
     warpgroups: int = 1  # of such a block
     in_turns: bool = False  # whether it is the only one, along x of the grid
+    empty: int = 0  # sequences, the first ones, that have no step, if they have several lengths
 
     def __str__(self) -> str:
         words = [
@@ -139,6 +140,7 @@ CASES = [
     Case(dense(72), "bfloat16", 130, 3, many=48, in_turns=True, ragged=True, starts=True, bias=False),
     Case(dense(96), "float16", 140, 2, many=32, warpgroups=2, in_turns=True, joined=True, activation="elu"),
     Case(dense(21), "tf32", 66, 3, many=16, in_turns=True, starts=True),
+    Case(dense(24), "float16", 130, 3, many=16, in_turns=True, ragged=True, empty=64),
     Case(monarch((8, 16), (16, 8)), "bfloat16", starts=True),
     Case(monarch((5, 6), (10, 3), 2), "float32", 3, 4, ragged=True),
     Case(monarch((3, 7), (3, 7), 2), "float64", 2, 3, reset="before", ragged=True, starts=True),
@@ -168,6 +170,7 @@ class Rows:
         if case.ragged:
             lengths = torch.randint(0, t + 1, (b,), generator=rng)
             lengths[b // 2] = t
+            lengths[: case.empty] = 0
             first = torch.cumsum(lengths, 0) - lengths
             self.count = int(lengths.sum())
             self.walk = Walk(b, t, first=first, lengths=lengths, offsets=torch.arange(t))
