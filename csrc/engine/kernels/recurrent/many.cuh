@@ -7,11 +7,11 @@
 //     a warpgroup:   states [64, HIDDEN] x own rows of the matrix ─> sums ─> gates ─> own features of the new states, handed on
 //
 // What is handed on (HANDED states of a sequence at once) lies in params.sums as the matrix unit reads it, slab behind slab, in two places
-// in turn: who hands on has all that was handed on before, and so has everybody else the one before that. A counter says how often
-// blocks have handed on; counters are zero before the kernel.
+// in turn: who hands on for the second time has seen that all have handed on for the first time, and so are through with what lay
+// there before. A counter says how often blocks have handed on; counters are zero before the kernel.
 //
-// Rows of the matrix are in such an order that what a thread sums of a sequence are runs of neighbouring features: accesses of 4 bytes,
-// of 8 sequences at once, took up to three times as long as all else.
+// Rows of the matrix are in such an order that what a thread sums of a sequence are runs of neighbouring features: by accesses of 4
+// bytes, of 8 sequences at once, a step back took nearly twice as long.
 //
 // Pass: Element, Math; HIDDEN, OWN, PARTS (blocks along y), HANDED; SUMMED, gates whose sums stay apart; TURNED, whether weights are
 //       turned; WARPGROUPS, SLOTS (of a warpgroup's ring), MORE and FEWER (registers of who multiplies and who brings); kWalk
@@ -31,7 +31,7 @@ template <class Pass> struct Many {
   static constexpr int kConsumers = 128 * Pass::WARPGROUPS, kThreads = kConsumers + 128;
   static constexpr int kCodes = 4;   // steps whose rows are known
   static constexpr int kHalves = 2;  // a thread's sequences
-  // Products' tiles that a thread has a run of, how many neighbouring features that are, and its runs of a sequence
+  // Tiles of products that a run of a thread's features comes from, the features of a run, and a thread's runs of a sequence
   static constexpr int kTiles = kSize == 2 && OWN % 32 == 0 ? 4 : 2, kRun = 2 * kTiles, kRuns = OWN / (4 * kRun);
   using Slots = Ring<Pass::SLOTS, kSlab>;
   using Cursor = typename Slots::Cursor;
