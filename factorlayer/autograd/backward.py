@@ -200,19 +200,18 @@ def gradients(
     if by is not None and wanted >> 2 != (1 << len(weights)) - 1:
         by = None
     fits = ops.fits_of(len(x))
-    if by is not None and chain.contractions[0].tied:
-        grad = _to_contractions(ops, grad_y, x, weights, bias, text, by)
-        made = ops.all_gradients(grad, x, [*weights, *by.states], back_of_kept(by.text), wanted & 3)
+    grad, read, at_once = grad_y, list(weights), None
+    if by is None or not chain.contractions[0].tied:
+        at_once = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
+    else:
+        grad, at_once = _to_contractions(ops, grad_y, x, weights, bias, text, by), back_of_kept(by.text)
+        read += by.states
+    if at_once is not None:
+        made = ops.all_gradients(grad, x, read, at_once, wanted & 3)
         if wanted & 1:
             made[0] = back_through(ops, made[0], x, through)
         return made
     states = None if by is None else [x, *by.states]
-    only = _only_visit(text, wanted, fits, _are_few(ops, text, wanted, len(x)))
-    if only is not None:
-        made = ops.all_gradients(grad_y, x, weights, only, wanted & 3)
-        if wanted & 1:
-            made[0] = back_through(ops, made[0], x, through)
-        return made
     weights, scalars = weights[:count], weights[count:]
     grad = grad_y.reshape(x.shape[0], chain.out_features)
     found: dict[int, Tensor] = {}

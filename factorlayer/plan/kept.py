@@ -50,7 +50,7 @@ def features_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[int, ..
 def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pass, ...], tuple[int, ...]]:
     """The passes of a layer that keeps states, and which of those that they hand on; or the passes of all its
     gradients, or of its slope. Raises PlanError if the text names others."""
-    layer, keeps = replace(chain, kept=(), backward=False), tuple(range(len(chain.kept)))
+    layer = replace(chain, kept=(), backward=False)
     if layer.contractions[0].tied:
         found = fastest(_contractions(layer), dtype, batch, gpu)
         states = found.features if found else ()
@@ -66,7 +66,7 @@ def passes_of(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[tuple[Pas
     passes = forward_of(layer, found, dtype, batch, gpu)
     if not passes:
         raise PlanError(f"there are no passes for {chain.text!r}")
-    return passes, () if chain.slope else keeps
+    return passes, () if chain.slope else tuple(range(len(chain.kept)))
 
 
 def forward_of(chain: Chain, found: Kept, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass, ...]:

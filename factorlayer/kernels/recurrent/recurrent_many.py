@@ -11,10 +11,9 @@ from typing import TypeVar
 
 from factorlayer.device.code import Told, constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import sequences_of_class
 from factorlayer.kernels.passes import OneSpread, Pass
 from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS
-from factorlayer.kernels.recurrent.recurrent_spread import STEPS_HELD, SharedOut
+from factorlayer.kernels.recurrent.recurrent_spread import STEPS_HELD, SharedOut, fastest_shared
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.recurrence import GATES, Recurrence
 
@@ -199,18 +198,14 @@ class RecurrentCounters(OneSpread):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentMany | None:
-    return _fastest(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
+    return fastest_shared(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentManyBackward | None:
-    return _fastest(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
+    return fastest_shared(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentMany)
-
-
-def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
-    return min(found, key=lambda plan: math.prod(map(plan.us_of, sequences_of_class(batch))), default=None)
 
 
 def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:

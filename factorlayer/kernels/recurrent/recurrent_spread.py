@@ -55,6 +55,11 @@ class SharedOut(AllSteps):
     def split(self) -> int:
         return -(-self.hidden // self.own)
 
+    @property
+    def shares_sectors(self) -> bool:
+        """Whether two blocks hand on halves of one."""
+        return self.own * self.size % SECTOR != 0
+
     def source(self, name: str) -> str:
         return super().source(name) + TOGETHER
 
@@ -88,11 +93,6 @@ class RecurrentSpread(SharedOut):
     def filled(self) -> int:
         """Those that they hand on in a step."""
         return 1 + self.before
-
-    @property
-    def shares_sectors(self) -> bool:
-        """Whether two blocks hand on halves of one."""
-        return self.own * self.size % SECTOR != 0
 
     def us_of(self, batch: int) -> float:
         groups = -(-batch // self.units)
@@ -222,17 +222,18 @@ class RecurrentFill(Pass):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
-    return _fastest(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), batch)
+    return fastest_shared(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
-    return _fastest(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu), batch)
+    return fastest_shared(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu), batch)
 
 
+Shared = TypeVar("Shared", bound=SharedOut)
 Tiled = TypeVar("Tiled", bound=RecurrentSpread)
 
 
-def _fastest(found: Iterator[Tiled], batch: int) -> Tiled | None:
+def fastest_shared(found: Iterator[Shared], batch: int) -> Shared | None:
     """Up to 64 sequences have one plan: where groups take turns, twice as many take twice as long. Blocks that share a
     sector of L2 come last: asked for by all while one half is there, it cost 0.2 to 1 us forward, and 1 to 6 back."""
     compared = sequences_of_class(batch)
