@@ -25,8 +25,9 @@ LOADED_AT_ONCE = 64  # elements of weights that a thread has asked for, before i
 # memory takes at its rate for rows that 16 bytes divide, and for others
 WEIGHTS_US = 0.4
 PRODUCT_US = 0.07
-FUNCTIONS = 2.2
+FUNCTIONS = {"bfloat16": 2.2, "float16": 2.2, "tf32": 3.6}  # of tf32 they are longer: 24 passes of drawn blocks
 BESIDE = 0.1
+LAYERS_US = 0.7  # until the first tile of several layers is on its way, beside a kernel's start: 290 of drawn blocks
 WHOLE_ROWS, ODD_ROWS = 1.11, 1.6
 WRITE_US = 0.85e-3  # of 2 or 4 bytes: a sector's for L2, which takes 5 TB/s
 OTHER_REGISTERS = 34
@@ -187,12 +188,17 @@ class Dense(Pass):
         products = sum(2 * 64 * k * n for k, n in columns) / rate
         sums = 64 * sum(n for _, n in columns) * 6 / 32 / self.gpu.instructions + self.packing_us
         counted = sum(n * of_value(chain.activation) for (_, n), chain in zip(columns, self.layers, strict=True))
-        functions = FUNCTIONS * 64 * counted / self.gpu.rates.special_functions
+        functions = FUNCTIONS[self.dtype] * 64 * counted / self.gpu.rates.special_functions
         # Of a tile that nothing runs beside
         alone = PRODUCT_US * len(self.layers) + products + sums + functions + self.rows_us(min(64, batch))
         parts = products, sums, functions, self.rows_us(64)
-        start = self.gpu.rates.behind_us + self.loading_us
+        start = self.gpu.rates.behind_us + self.layers_us + self.loading_us
         return start + tiles_us(tiles, self.groups, alone, beside(BESIDE, *parts))
+
+    @property
+    def layers_us(self) -> float:
+        """What several layers take before their first tile."""
+        return LAYERS_US if len(self.layers) > 1 else 0.0
 
     def rows_us(self, rows: int) -> float:
         """What memory takes for so many rows."""

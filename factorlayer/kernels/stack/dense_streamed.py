@@ -189,7 +189,7 @@ class DenseStreamed(Dense):
         layers = list(zip(self.shapes, self.layers, strict=True))
         counted = sum(c.all * of_value(chain.activation) for c, chain in layers)
         sums = 64 * sum(c.all for c, _ in layers) * INSTRUCTIONS / 32 / self.gpu.instructions
-        sums += FUNCTIONS * 64 * counted / self.gpu.rates.special_functions
+        sums += FUNCTIONS[self.dtype] * 64 * counted / self.gpu.rates.special_functions
         alone = products + sums + LAYER_US * len(layers)
         states = rows * self.size * sum(q for _, q in self.sizes[:-1]) if self.states else 0
         shared = SHARED * (read + groups * states) / 128 / self.gpu.rates.cycles
@@ -198,7 +198,7 @@ class DenseStreamed(Dense):
         busy = max(load, groups * (products + sums), alone, shared)
         memory = groups * max(self.rows_us(rows), PARTS_SHARE * _parts_us(self, rows))
         each = beside(BESIDE, busy, memory) + ROUND_US
-        return START_US + math.ceil(tiles / (self.gpu.sms * groups)) * each
+        return START_US + self.layers_us + math.ceil(tiles / (self.gpu.sms * groups)) * each
 
     title = "dense layers, weights streamed"
 
