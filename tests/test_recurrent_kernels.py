@@ -492,6 +492,9 @@ def test_many_sequences_share_a_dense_matrix() -> None:
 
     many, spread = {RecurrentMany, RecurrentManyBackward}, {RecurrentSpread, RecurrentSpreadBackward}
     assert taken(512, 4096) == taken(768, 200) == taken(333, 100, "float16") == many
+    assert [taken(hidden, 16) for hidden in (512, 768, 1024)] == [
+        spread
+    ] * 3  # a class of 5 to 64 sequences has one plan
     assert taken(512, 16) == taken(512, 4096, "float32") == taken(512, 4096, arch=80) == spread
     assert taken(512, 4096, reset="before") == spread
     tilings = [

@@ -60,6 +60,7 @@ class AllSteps(Pass):
             """Sequences that a block has at once."""
 
     units_per_sample = 1
+    takes_turns = True
     back = False
 
     @property
