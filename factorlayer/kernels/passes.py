@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from factorlayer.device.code import Asks, headers, kernel
 from factorlayer.device.gpu import ELEMENT_BYTES
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import samples_of_class, sequences_of_class
+from factorlayer.kernels.batches import samples_of_class
 
 MOST_BLOCKS = 65535  # along y of a grid
 STATES = "s0", "s1", "s3", "s4", "s5", "s6", "s7"  # scratch buffers that hold states
@@ -106,7 +106,6 @@ class Pass:
         products = template = header = title = ""
         asks, waits, starts = (), True, False
         sums_at, adds_up_all = 0, False
-    takes_turns = False  # whether its samples are sequences, of which groups take turns
 
     def __str__(self) -> str:
         words = self.title or in_words(type(self)).replace(" backward", ", backward")
@@ -319,7 +318,7 @@ def sum_us(passes: Iterable[Pass], batch: int = 0) -> float:
 
 def class_us(passes: Sequence[Pass], batch: int) -> float:
     """What passes are predicted to take for the class of batches that a number of samples stands for."""
-    samples = sequences_of_class(batch) if any(p.takes_turns for p in passes) else samples_of_class(batch)
+    samples = samples_of_class(batch)
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 

@@ -60,7 +60,6 @@ class AllSteps(Pass):
             """Sequences that a block has at once."""
 
     units_per_sample = 1
-    takes_turns = True
     back = False
 
     @property

@@ -11,9 +11,17 @@ from typing import TypeVar
 
 from factorlayer.device.code import Told, constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.batches import FEW
 from factorlayer.kernels.passes import OneSpread, Pass
+from factorlayer.kernels.recurrent import recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS
-from factorlayer.kernels.recurrent.recurrent_spread import STEPS_HELD, SharedOut, fastest_shared
+from factorlayer.kernels.recurrent.recurrent_spread import (
+    STEPS_HELD,
+    RecurrentSpread,
+    RecurrentSpreadBackward,
+    SharedOut,
+    fastest_shared,
+)
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.recurrence import GATES, Recurrence
 
@@ -198,11 +206,21 @@ class RecurrentCounters(OneSpread):
 
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentMany | None:
+    if _are_few(RecurrentSpread, recurrence, dtype, batch, gpu):
+        return None
     return fastest_shared(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentManyBackward | None:
+    if _are_few(RecurrentSpreadBackward, recurrence, dtype, batch, gpu):
+        return None
     return fastest_shared(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
+
+
+def _are_few(other: type[RecurrentSpread], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> bool:
+    """Whether the `other` family has a kernel for the class of up to 64 sequences, which has one plan: with 16 of them
+    it takes half of the time."""
+    return batch <= FEW and any(True for _ in recurrent_spread.tilings(other, recurrence, dtype, batch, gpu))
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentMany)
