@@ -1,7 +1,8 @@
 """Times FactorGRU beside nn.GRU on a GPU, and saves what came out: `python -m benches.recurrent --output FILE`. With
 `--select "dense 512*"` some units alone.
 
-Each is captured in a CUDA graph, forward alone and with backward, so that launches of the host do not count.
+Each is captured in a CUDA graph, forward alone and with backward, so that launches of the host do not count. float32 is
+as PyTorch's switches leave it, where recurrences may be TF32 and products may not; in tf32 both may.
 """
 
 from __future__ import annotations
@@ -17,11 +18,17 @@ import torch
 import typer
 from torch import Tensor, nn
 
+from benches.ceilings import tf32_allowed
 from benches.machine import describe, in_words
 from factorlayer import FactorGRU
 
 ROUNDS = 7
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "tf32": torch.float32,
+    "float32": torch.float32,
+}
 DENSE: dict[str, Any] = {}
 # A row: its name, what FactorGRU is told, features of input and state, sequences, steps.
 UNITS: list[tuple[str, dict[str, Any], int, int, int, int]] = [
@@ -74,7 +81,8 @@ def main(
             row = Row(name, dtype, hidden, sequences, steps, {}, {})
             for subject in ("auto", "fused", "cudnn"):
                 try:
-                    row.us[subject] = times(subject, told, inputs, hidden, sequences, steps, DTYPES[dtype])
+                    with tf32_allowed(dtype == "tf32"):
+                        row.us[subject] = times(subject, told, inputs, hidden, sequences, steps, DTYPES[dtype])
                 except (RuntimeError, torch.OutOfMemoryError) as error:
                     row.us[subject], row.notes[subject] = [None, None], str(error)[:200]
             rows.append(asdict(row))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
+from benches.ceilings import tf32_allowed
 from benches.recurrent import DTYPES, UNITS, Row, app, merged
 from benches.results import FOLDER
 from factorlayer import FactorGRU, FactorGRUCell
@@ -63,7 +64,8 @@ def test_auto_takes_what_was_measured_to_be_faster(row: Row, training: bool, mon
     module = layer(row)
     monkeypatch.setattr(type(module), "why_not_fused", lambda *_: row.notes.get("fused"))
     given = Sequences(row.sequences, row.steps, row.sequences * row.steps)
-    chosen = module._choose(on_a_gpu(DTYPES[row.dtype]), given, training)
+    with tf32_allowed(row.dtype == "tf32"):
+        chosen = module._choose(on_a_gpu(DTYPES[row.dtype]), given, training)
     us = {"fused": row.us["fused"][training], "batched": row.us["cudnn"][training]}
     assert us[chosen] <= NEARLY * min(each for each in us.values() if each is not None)
 
@@ -75,7 +77,7 @@ def test_pytorchs_op_takes_what_is_predicted() -> None:
         if layer(row)._is_dense:
             found = predicted(row, training)
             ratios.append(found.op_us / row.us["cudnn"][training])
-    assert len(ratios) == 60
+    assert len(ratios) == 80
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in ratios) / len(ratios) >= 0.85
     assert 0.9 < math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.1
 
@@ -84,20 +86,21 @@ def predicted(row: Row, training: bool, steps: int | None = None) -> recurrent.P
     """Of a dense row, or of one like it with other steps."""
     module, steps = layer(row), steps or row.steps
     given = Sequences(row.sequences, steps, row.sequences * steps)
-    text = module.cells[0].recurrence.text
-    return recurrent._predicted(text, module._unit, given, training, DTYPES[row.dtype], True, 0)
+    x, allowed = on_a_gpu(DTYPES[row.dtype]), recurrent.Allowed(rnn=True, matmul=row.dtype == "tf32")
+    text = recurrent_ops.text_for(module.cells[0].recurrence, x)
+    return recurrent._predicted(text, module._unit, given, training, x.dtype, allowed, 0)
 
 
 def test_short_sequences_have_fixed_costs() -> None:
-    """In training the operations around a short sequence's steps take longer than these, and cuDNN has fewer; of a long
-    sequence the steps count."""
-    (row,) = (row for row in ROWS if row.name.startswith("dense 128") and row.dtype == "bfloat16")
-    short, long = (predicted(row, True, steps) for steps in (11, 200))
-    assert short.why_slower and not long.why_slower
-    assert str(short.why_slower).startswith("it is predicted: PyTorch's op ")
+    """In training the operations around a short sequence's steps take longer than these; cuDNN's kernel of few
+    features, which there is in float16, has fewer."""
+    of_dtype = {row.dtype: row for row in ROWS if row.name == "dense 128, 2 layers"}
+    assert str(predicted(of_dtype["float16"], True).why_slower).startswith("it is predicted: PyTorch's op ")
+    short, long = (predicted(of_dtype["bfloat16"], True, steps) for steps in (11, 200))
+    assert not short.why_slower and not long.why_slower
     assert str(short).endswith(" us, for training with 61 sequences of 11 steps")
     of_steps = 11 * (long.fused_us - short.fused_us) / (200 - 11)
-    assert short.fused_us > 3 * of_steps
+    assert short.fused_us > 2 * of_steps
 
 
 def test_packed_sequences_have_no_kernel_of_all_steps() -> None:
@@ -114,7 +117,7 @@ def test_packed_sequences_have_no_kernel_of_all_steps() -> None:
 
 def test_where_pytorch_has_no_op_nothing_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of starts it knows nothing, and of a structured cell it would be step by step."""
-    many, x = Sequences(4096, 24, 4096 * 24), on_a_gpu(torch.float32)
+    many, x = Sequences(4096, 24, 4096 * 24), on_a_gpu(torch.float64)
     module = FactorGRU(48, 512, device="meta")
     monkeypatch.setattr(type(module), "why_not_fused", lambda *_: None)
     assert module._choose(x, many, False) == "batched"
@@ -148,10 +151,10 @@ def test_monarch_matrices_are_fused_while_a_multiprocessor_holds_them(
 
 
 def test_lengths_that_are_nearly_alike_have_one_choice() -> None:
-    assert [recurrent._alike(n) for n in (0, 1, 13, 15, 16, 17, 100, 103, 104, 1024)] == [
+    assert [recurrent.alike(n) for n in (0, 1, 13, 15, 16, 17, 100, 103, 104, 1024)] == [
         *(0, 1, 13, 15, 16, 16, 96, 96, 104, 1024)
     ]
-    assert all(n - recurrent._alike(n) <= n / 8 for n in range(5000))
+    assert all(n - recurrent.alike(n) <= n / 8 for n in range(5000))
 
 
 KINDS = {"addmm": "Product", "mm": "Product", "sum": "Sum"}

@@ -28,13 +28,14 @@ from torch import Tensor
 import factorlayer.autograd.layer_ops
 import factorlayer.functional
 from factorlayer import CompileError, FactorLinear
-from factorlayer.autograd import runtime
+from factorlayer.autograd import recurrent_ops, runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
 from factorlayer.kernels.batches import class_of
 from factorlayer.kernels.recurrent.recurrent import APART
 from factorlayer.kernels.recurrent.recurrent_spread import TOGETHER
 from factorlayer.maths.chain import Chain
+from factorlayer.maths.recurrence import Recurrence
 from factorlayer.maths.spec import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -591,6 +592,30 @@ def test_tf32_follows_the_switch_however_it_is_set(switch: Any) -> None:
     assert text_for(chain, Gpu(torch.float64)) == text_for(chain, torch.ones(1)) == chain.text
     switch(False)
     assert text_for(chain, Gpu()) == chain.text
+
+
+def test_of_a_recurrence_it_follows_the_switch_for_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nn.GRU's, which is on unless it is told otherwise, whatever that for products is."""
+    recurrence = Recurrence.parse("gru after; tied 0 1 8 8 1; tanh")
+    in_tf32 = "gru after; tied 0 1 8 8 1; tanh; tf32"
+    switches = {"rnn": True, "matmul": False}
+    monkeypatch.setattr(factorlayer.autograd.layer_ops, "tf32_allowed", lambda operation="matmul": switches[operation])
+    assert recurrent_ops.text_for(recurrence, Gpu()) == in_tf32
+    assert recurrent_ops.text_for(recurrence, Gpu(torch.float64)) == recurrence.text
+    assert recurrent_ops.text_for(recurrence, torch.ones(1)) == recurrence.text
+    switches.update(rnn=False, matmul=True)
+    assert recurrent_ops.text_for(recurrence, Gpu()) == recurrence.text
+
+
+def test_the_switch_for_recurrent_layers_is_read() -> None:
+    rnn = torch.backends.cudnn.rnn
+    before = rnn.fp32_precision
+    try:
+        for precision in ("ieee", "tf32"):
+            rnn.fp32_precision = precision
+            assert runtime.tf32_allowed("rnn") is (precision == "tf32")
+    finally:
+        rnn.fp32_precision = before
 
 
 @pytest.mark.usefixtures("_tf32_switch")

@@ -124,8 +124,8 @@ def text_for(chain: Chain, x: Tensor) -> str:
     return chain.tf32_text if runs_in_tf32(x) else chain.text
 
 
-def runs_in_tf32(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.float32 and tf32_allowed()
+def runs_in_tf32(x: Tensor, operation: str = "matmul") -> bool:
+    return x.is_cuda and x.dtype == torch.float32 and tf32_allowed(operation)
 
 
 def explain_fused(chain: Chain, x: Tensor, batch: int) -> str:

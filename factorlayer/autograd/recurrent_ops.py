@@ -13,18 +13,23 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its customary name)
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
+from factorlayer.autograd.backward import sums_text
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
+from factorlayer.autograd.runtime import dtype_name, tf32_allowed
 from factorlayer.autograd.vectors import are_vectors, one_by_one
+from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.recurrent.recurrent import why_not as why_no_kernel
 from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
+from factorlayer.plan.recurrent_library import RowsProduct, alike, gradient, product
 
 PLACES = 4  # tensors that say where sequences begin and where their rows are: starts, first, lengths, offsets
 
@@ -70,8 +75,36 @@ def _in_tf32(text: str) -> str:
 _in_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def multiplies_fused(x: Tensor) -> bool:
+    """Whether dense products of all rows, around the steps, are always made by our kernels, and not by PyTorch: in
+    float32 on a GPU. Exact ones take a third of its library's time; and where recurrences may be TF32, so may these,
+    for which its library asks another switch. If that allows TF32 as well, the library is as fast."""
+    return x.is_cuda and x.dtype == torch.float32 and not tf32_allowed()
+
+
+def _is_fused(product: RowsProduct, x: Tensor) -> bool:
+    """Whether our kernel makes a product of all rows, of which x are some: always, or as it is predicted to take less
+    than PyTorch's."""
+    if not x.is_cuda or transforms_active():
+        return False
+    if is_compiling():
+        return multiplies_fused(x)
+    return multiplies_fused(x) or is_faster(product, x.dtype, tf32_allowed(), x.get_device())
+
+
+@functools.lru_cache(4096)
+def is_faster(product: RowsProduct, dtype: torch.dtype, tf32: bool, device: int) -> bool:
+    """Whether our kernel is predicted to take less than PyTorch's product, which in float32 may be TF32."""
+    name = dtype_name(dtype)
+    text = product.text + "; tf32" * (tf32 and name == "float32")
+    computed = "tf32" if tf32 and name == "float32" else name
+    gpu = Gpu(*layer_ops.gpu_limits(device))
+    return layer_ops.predicted_us(text, product.samples, dtype, device) < product.us(computed, gpu)
+
+
 def text_for(recurrence: Recurrence, x: Tensor) -> str:
-    return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x) else recurrence.text
+    """The recurrence as the raw ops take it: with tf32 where PyTorch's own switch for recurrent layers allows it."""
+    return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x, "rnn") else recurrence.text
 
 
 def fused(
@@ -259,7 +292,7 @@ def _gradients(
             of_weights = [_joined_gradient(text, of_gates, beside, states)]
         else:
             of_weights = _weight_gradients(text, of_gates, beside, states, weights, wants_weights)
-    of_bias = beside.sum(0) if wanted[0] else None
+    of_bias = _sum_of_rows(beside) if wanted[0] else None
     found = of_bias, of_initial, *of_gates, *of_weights
     return tuple(g for g, want in zip(found, wanted, strict=True) if want and g is not None)
 
@@ -275,6 +308,7 @@ class _About(NamedTuple):
     reverse: bool
     dense: bool
     product: str  # the chain of a gate's recurrent matrix alone
+    tf32: bool
 
 
 _known: dict[str, tuple[Any, ...]] = {}
@@ -284,8 +318,9 @@ def _about(text: str) -> tuple[Any, ...]:
     if text not in _known:
         recurrence = Recurrence.parse(text)
         chain = replace(recurrence.chain, bias=False, activation="identity")
+        before = recurrence.reset == "before"
         _known[text] = _About(
-            chain.out_features, recurrence.reset == "before", recurrence.reverse, chain.is_dense, chain.text
+            chain.out_features, before, recurrence.reverse, chain.is_dense, chain.text, recurrence.chain.tf32
         )
     return tuple(_known[text])
 
@@ -310,7 +345,7 @@ def _weight_gradients(
         return of_gates[first] if len(of_gates) > 1 else of_gates[0][:, first * hidden : last * hidden]
 
     if about.dense and len(of_gates) == 1 and all(wanted[:2]):
-        found: list[Tensor | None] = list(_dense_gradient(of_gate(0, 2), states).split(hidden))
+        found: list[Tensor | None] = list(_dense_gradient(of_gate(0, 2), states, about.tf32).split(hidden))
         gates = [2]
     else:
         found, gates = [], list(range(GATES))
@@ -325,7 +360,7 @@ def _weight_gradients(
         if not any(wants):
             found += [None] * count
         elif about.dense:
-            found.append(_dense_gradient(grad, parts))
+            found.append(_dense_gradient(grad, parts, about.tf32))
         else:
             found += _structured_gradients(about.product, grad, parts, weights[g * count : (g + 1) * count], wants)
     return found
@@ -333,23 +368,84 @@ def _weight_gradients(
 
 def _joined_gradient(text: str, of_gates: Sequence[Tensor], beside: Tensor, states: Parts) -> Tensor:
     """The gradient of the dense weights of all gates that lie in one tensor. Reset and update are one product where
-    their gradients lie side by side."""
+    their gradients lie side by side: of these two, or, where our kernel makes it, which would copy them, of all three,
+    of which the candidate's is another one."""
     about = _About(*_about(text))
     both = 2 * about.hidden
     of_candidate = of_gates[-1][:, -about.hidden :] if about.before else beside
     candidate = of_candidate, [(slice(None), beside)] if about.before else states
+    if len(of_gates) == 1 and not is_compiling() and _is_fused(_gradient_of(of_gates[0], states), beside):
+        made = _dense_gradient(of_gates[0], states, about.tf32)
+        _dense_gradient(*candidate, about.tf32, made[both:])
+        return made
     each = [(of_gates[0][:, :both], states)] if len(of_gates) == 1 else [(grad, states) for grad in of_gates[:2]]
     if is_compiling() or transforms_active():
-        return torch.cat([_dense_gradient(grad, parts) for grad, parts in (*each, candidate)])
+        return torch.cat([_dense_gradient(grad, parts, about.tf32) for grad, parts in (*each, candidate)])
     made, at = beside.new_empty(GATES * about.hidden, about.hidden), 0
     for grad, parts in (*each, candidate):
-        _dense_gradient(grad, parts, made[at : at + grad.shape[1]])
+        _dense_gradient(grad, parts, about.tf32, made[at : at + grad.shape[1]])
         at += grad.shape[1]
     return made
 
 
-def _dense_gradient(grad: Tensor, parts: Parts, into: Tensor | None = None) -> Tensor:
+def _dense_product(x: Tensor, weight: Tensor, tf32: bool) -> Tensor:
+    if _is_fused(product(alike(x.shape[0]), *weight.shape), x):
+        return layer_ops.product(x, [weight], _dense_text(weight, tf32))
+    return x @ weight.t()
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    """The gradient of a bias: of few rows or few columns PyTorch's sum takes a GPU 11 us, our kernel 3."""
+    if not x.is_cuda or is_compiling() or transforms_active():
+        return x.sum(0)
+    return torch.ops.factorlayer.weight_gradient(x, x, sums_text(x.shape[1])).view(-1)
+
+
+class _InputProduct(Function):
+    """F.linear of all rows, whose bias's gradient is _sum_of_rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        recorded = torch.is_grad_enabled() or are_vectors(grad)
+        return (
+            grad @ weight if of_x else None,
+            grad.t() @ x if of_weight else None,
+            (grad.sum(0) if recorded else _sum_of_rows(grad)) if of_bias else None,
+        )
+
+
+def input_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of all rows that go to a recurrence."""
+    known = not x.is_cuda or is_compiling() or transforms_active() or forward_ad._current_level >= 0
+    if known or bias is None or not (torch.is_grad_enabled() and bias.requires_grad):
+        return F.linear(x, weight, bias)
+    made: Tensor = _InputProduct.apply(x, weight, bias)
+    return made
+
+
+def _dense_text(weight: Tensor, tf32: bool) -> str:
+    q, p = weight.shape
+    return f"tied 0 1 {p} {q} 1" + "; tf32" * tf32
+
+
+def _gradient_of(grad: Tensor, parts: Parts) -> RowsProduct:
+    return gradient(grad.shape[1], parts[0][1].shape[1], alike(sum(len(x) for _, x in parts)))
+
+
+def _dense_gradient(grad: Tensor, parts: Parts, tf32: bool, into: Tensor | None = None) -> Tensor:
     (rows, x), *rest = parts
+    # Of rows that lie apart our kernel would make a copy.
+    if _is_fused(_gradient_of(grad, parts), x) and (multiplies_fused(x) or grad.is_contiguous()):
+        weight = x.new_empty(grad.shape[1], x.shape[1]) if into is None else into  # of which nothing is read
+        (found,) = _structured_gradients(_dense_text(weight, tf32), grad, parts, [weight], [True])
+        assert found is not None
+        return found if into is None else into.copy_(found)
     made = torch.mm(grad[rows].t(), x, out=into)
     for rows, x in rest:
         made = torch.addmm(made, grad[rows].t(), x) if into is None else made.addmm_(grad[rows].t(), x)
@@ -445,19 +541,19 @@ def _backward_on_cuda(
     is_given = states[0] is output or states[0] is initial  # what an op returns is its own
     before = torch.cat(states) if len(states) > 1 or is_given else states[0]
 
-    def product(gate: int, x: Tensor) -> Tensor:
+    def of_gate(gate: int, x: Tensor) -> Tensor:
         mine = weights[gate * count : (gate + 1) * count]
-        return x @ mine[0].t() if about.dense else layer_ops.product(x, mine, about.product)
+        return _dense_product(x, mine[0], about.tf32) if about.dense else layer_ops.product(x, mine, about.product)
 
     beside = before
     joined = _joined(weights) if about.dense and not about.before else None
     if joined is not None:
-        products = [before @ joined.t()]
+        products = [_dense_product(before, joined, about.tf32)]
     else:
-        products = [product(0, before), product(1, before)]
+        products = [of_gate(0, before), of_gate(1, before)]
         if about.before:
             beside = torch.sigmoid(gates[0][:, : about.hidden] + products[0]) * before
-        products.append(product(2, beside))
+        products.append(of_gate(2, beside))
     slopes = torch.ops.factorlayer.recurrence_slopes(gates, before, products, bias, text)
     places = starts, first, lengths, offsets
     made = torch.ops.factorlayer.recurrence_through(

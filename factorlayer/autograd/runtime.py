@@ -80,16 +80,18 @@ def is_hopper(index: int) -> bool:
     return _hopper[index]
 
 
-def tf32_allowed() -> bool:
-    """PyTorch's own switch torch.backends.cuda.matmul.fp32_precision, read in the way that takes no microsecond.
+def tf32_allowed(operation: str = "matmul") -> bool:
+    """PyTorch's own switch for that operation, read in the way that takes no microsecond: "matmul" is
+    torch.backends.cuda.matmul.fp32_precision, "rnn" torch.backends.cudnn.rnn.fp32_precision, which allows it unless it
+    is told otherwise.
 
-    Of the three ways to set it, this is the one whose reading never raises, whichever set it.
+    Of the three ways to set one, this is the one whose reading never raises, whichever set it.
     """
-    return bool(torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32")
+    return bool(torch._C._get_fp32_precision_getter("cuda", operation) == "tf32")
 
 
-# torch.compile calls these and takes what they return as constant (of the switch, until it changes). This is all that
-# torch.compiler.assume_constant_result does, but for importing the compiler.
+# torch.compile calls these and takes what they return as constant (of the switch for matmul, until it changes). This is
+# all that torch.compiler.assume_constant_result does, but for importing the compiler.
 why_not_on_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
 tf32_allowed._dynamo_marked_constant = True  # type: ignore[attr-defined]

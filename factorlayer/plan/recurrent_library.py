@@ -9,7 +9,7 @@ are one kernel, of which SMALL_US and SMALL_BACK_US are known.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from factorlayer.device.gpu import Gpu
@@ -34,12 +34,19 @@ FURTHER_LAYER = 0.51
 # What a row adds to the one kernel of cuDNN's that sums up biases' gradients, of any number of columns, in profiles of
 # an H200: 24,576 to 131,072 rows of 256 and 512 features took 24 to 26 ns each
 BIAS_ROW_US = 0.0255
+# What a step back takes more in TF32 than products and gates are predicted to: rows of an H200 with 16 to 256 sequences
+# of 256 to 1024 features, 2 to 10 each
+TF32_BACK_US = 3.0
 SUM_US = 11.4  # of a sum over few or many rows at least: 671 of 128 and of 384, in the same profiles
 
 
 @dataclass(frozen=True)
 class RowsSum(Sum):
-    """The sum of all rows to one, such as a bias's gradient. With few columns few multiprocessors are busy."""
+    """The sum of all rows to one, such as a bias's gradient. With few columns few multiprocessors are busy. Where our
+    kernel makes it, `text` says what it does, and of how many samples."""
+
+    text: str = ""
+    samples: int = 0
 
     def us(self, dtype: str, gpu: Gpu) -> float:
         return max(SUM_US, super().us(dtype, gpu))
@@ -69,8 +76,33 @@ class Unit(NamedTuple):
     dense: bool
 
 
-def product(rows: int, columns: int, summed: int) -> Product:
-    return Product(1, rows, columns, summed, (columns, summed), batched=False)
+LEADING = 4  # bits of a number of steps, or of rows, that a choice depends on
+
+
+def alike(n: int) -> int:
+    """A number with all but its leading bits cleared, so that lengths which differ little from call to call share a
+    prediction."""
+    others = max(0, n.bit_length() - LEADING)
+    return n >> others << others
+
+
+@dataclass(frozen=True)
+class RowsProduct(Product):
+    """A product of all rows with a dense matrix, or, summed over all rows, the gradient of one. Where our kernels make
+    it, `text` says what they do, and of how many samples."""
+
+    text: str = ""
+    samples: int = 0
+
+
+def product(rows: int, columns: int, summed: int) -> RowsProduct:
+    text = f"tied 0 1 {summed} {columns} 1"
+    return RowsProduct(1, rows, columns, summed, (columns, summed), batched=False, text=text, samples=rows)
+
+
+def gradient(q: int, p: int, rows: int) -> RowsProduct:
+    text = f"tied 0 1 {p} {q} 1; gradient"
+    return RowsProduct(1, q, p, rows, (p, rows), batched=False, text=text, samples=rows)
 
 
 def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
@@ -90,40 +122,41 @@ def _around_back(unit: Unit, features: int, rows: int) -> Iterator[Call]:
     h = unit.hidden
     yield Pointwise(2 * rows * h)  # states before steps
     yield product(rows, GATES * h, h)
-    yield from (product(2 * h, h, rows), product(h, h, rows))
-    yield from (product(GATES * h, features, rows), product(rows, features, GATES * h))
+    yield from (gradient(2 * h, h, rows), gradient(h, h, rows))
+    yield from (gradient(GATES * h, features, rows), product(rows, features, GATES * h))
     if unit.bias:
-        yield from (RowsSum(rows * h), RowsSum(rows * GATES * h), Pointwise(2 * GATES * h))
+        yield from (of_rows(rows, h), of_rows(rows, GATES * h), Pointwise(2 * GATES * h))
+
+
+def of_rows(rows: int, columns: int) -> RowsSum:
+    return RowsSum(rows * columns, text=f"sums {columns}", samples=rows)
 
 
 def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> float:
-    """Microseconds of PyTorch's op. dtype may be float32 `in_tf32`, which the ordinary unit's way back is not: with
-    4096 sequences of 512 features it makes 50 of the 60 TFLOP/s that an H100 has of floats, a third of TF32's.
-    """
+    """Microseconds of PyTorch's op. dtype may be float32 `in_tf32`."""
     computed = "tf32" if dtype == "float32" and in_tf32 else dtype
     h, rows, cells = unit.hidden, given.rows, len(unit.features)
     us = Pointwise(cells * given.sequences * h).us(dtype, gpu)
     step_us, step_back_us = steps_us(unit, dtype, in_tf32, given, training, gpu)
     small = is_small(unit, dtype, given)
     start_us, start_back_us = (SMALL_US[0], SMALL_BACK_US[0]) if small else (0.0, 0.0)
+    last = 0.0  # of what all layers do side by side, behind all steps
     for i, features in enumerate(unit.features):
         beside = 1.0 if small or i == 0 else FURTHER_LAYER
         us += product(rows, GATES * h, features).us(computed, gpu) + start_us + beside * given.steps * step_us
         if training:
-            products = (
-                product(rows, features, GATES * h),
-                product(GATES * h, features, rows),
-                product(GATES * h, h, rows),
-            )
-            of_weights = sum(p.us(dtype, gpu) for p in products)
+            of_x = product(rows, features, GATES * h).us(computed, gpu)
+            of_weights = [gradient(GATES * h, each, rows).us(computed, gpu) for each in (features, h)]
             of_steps = start_back_us + beside * given.steps * step_back_us
             if small:
-                us += of_steps + of_weights + (RowsSum(2 * rows * GATES * h).us(dtype, gpu) if unit.bias else 0.0)
+                us += of_steps + of_x
+                of_biases = of_rows(2 * rows, GATES * h).us(dtype, gpu) if unit.bias else 0.0
+                last = max(last, *of_weights, of_biases)
             else:
                 # Of a layer behind another, biases are summed while the steps of that one go back.
                 of_biases = BIAS_ROW_US * rows if unit.bias and i == 0 else 0.0
-                us += max(of_steps + of_biases, of_weights)  # which streams of their own make
-    return us
+                us += max(of_steps + of_biases, of_x + sum(of_weights))  # which streams of their own make
+    return us + last
 
 
 def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> tuple[float, float]:
@@ -138,7 +171,10 @@ def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: 
             continue
         moved = OF_GATES_BACK if back else OF_GATES + KEPT * training
         made = product(together, h, GATES * h) if back else product(together, GATES * h, h)
-        found.append(made.us(dtype if back else computed, gpu) + Pointwise(moved * together * h).us(dtype, gpu))
+        if computed == "tf32":  # cuDNN takes no kernels that split the sum
+            made = replace(made, batched=True)
+        further = TF32_BACK_US if computed == "tf32" and back else 0.0
+        found.append(made.us(computed, gpu) + Pointwise(moved * together * h).us(dtype, gpu) + further)
     forward, back_us = found
     return forward, back_us
 

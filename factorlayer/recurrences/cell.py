@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -14,9 +14,11 @@ from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
 from factorlayer.activations.texts import UserActivation, activation_of
+from factorlayer.autograd import recurrent_ops
 from factorlayer.autograd.inputs import dense_product
-from factorlayer.autograd.layer_ops import transforms_active
-from factorlayer.functional import run
+from factorlayer.autograd.layer_ops import any_requires_grad, transforms_active
+from factorlayer.autograd.runtime import tf32_allowed
+from factorlayer.functional import choose, run
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.project import to_dense
 from factorlayer.maths.recurrence import GATE_NAMES, GATES, GateStructure, Recurrence, Reset, gate_specs, is_dense
@@ -42,6 +44,8 @@ class Cell:
     suffix: str = ""  # _l0, _l0_reverse …; none of a FactorGRUCell
     shapes: dict[str, tuple[int, ...]] = field(init=False, compare=False, repr=False)  # of the parameters, as nn.GRU's
     chain: Chain = field(init=False, compare=False, repr=False)  # of one gate's input matrix
+    # Of the input matrices of all gates as one dense one, exact and in TF32
+    joined: tuple[tuple[LayerSpec, Chain], ...] = field(init=False, compare=False, repr=False)
     _names: dict[str, list[str]] = field(init=False, compare=False, repr=False)  # of weights, by the kind of matrix
 
     def __post_init__(self) -> None:
@@ -59,9 +63,12 @@ class Cell:
             shapes |= {f"{name}_{kind}{self.suffix}": gates for kind in KINDS if present}
         shapes |= {f"initial{self.suffix}": (self.hidden,)} if self.learned_initial else {}
         biased = self.bias and self.norm is None
+        all_gates = LayerSpec("kronecker", (self.inputs.in_features,), gates)
+        chain = Chain.of(all_gates, biased, "identity")
         for name, value in (
             ("shapes", shapes),
             ("chain", Chain.of(self.inputs, biased, "identity")),
+            ("joined", ((all_gates, chain), (all_gates, replace(chain, tf32=True)))),
             ("_names", names),
         ):
             object.__setattr__(self, name, value)
@@ -101,24 +108,46 @@ class Cell:
         return _biases(of_inputs, of_states)
 
     def gates(
-        self, rows: Sequence[Tensor], parameters: Parameters, bias: Tensor | None, implementation: str, who: str
+        self,
+        rows: Sequence[Tensor],
+        parameters: Parameters,
+        bias: Tensor | None,
+        implementation: str,
+        who: str,
+        fused: bool,
     ) -> list[Tensor]:
-        """What the inputs of all rows, and a bias [3 · hidden], bring to the gates: [rows, hidden] of each, or
-        [rows, 3 · hidden] of dense ones, which are one product. Several tensors are rows side by side."""
+        """What the inputs of all rows, and a bias [3 · hidden], bring to the gates of a recurrence that is `fused` or
+        not: [rows, hidden] of each, or [rows, 3 · hidden] of dense ones, which are one product. Several tensors are
+        rows side by side."""
         gains = parameters.get(f"norm_ih{self.suffix}")
         added = None if gains is not None else bias
+        x = rows[0] if len(rows) == 1 else list(rows)
         if is_dense(self.inputs):
-            made = [dense_product(rows, parameters[f"weight_ih{self.suffix}"], added)]
+            weight = parameters[f"weight_ih{self.suffix}"]
+            made = [self._of_dense(rows, weight, added, who) if fused else dense_product(rows, weight, added)]
         else:
             biases = [None] * GATES if added is None else added.chunk(GATES)
             each = zip(self.weights("ih", parameters), biases, strict=True)
-            x = rows[0] if len(rows) == 1 else list(rows)
             made = [run(self.inputs, self.chain, x, weights, b, implementation, who) for weights, b in each]
         if gains is None:
             return made
         both, candidate = torch.cat(made, dim=1).split([2 * self.hidden, self.hidden], dim=1)
         product = torch.cat([normed(both, gains), normed(candidate, gains)], dim=1)
         return [product if bias is None else product + bias]
+
+    def _of_dense(self, rows: Sequence[Tensor], weight: Tensor, bias: Tensor | None, who: str) -> Tensor:
+        """The same of a dense matrix and a fused recurrence."""
+        first = rows[0]
+        spec, chain = self.joined[first.dtype == torch.float32 and tf32_allowed("rnn")]
+        x = first if len(rows) == 1 else list(rows)
+        if recurrent_ops.multiplies_fused(first):
+            return run(spec, chain, x, [weight], bias, "fused", who)
+        if len(rows) > 1 or not first.is_cuda or is_compiling():
+            return dense_product(rows, weight, bias)
+        recorded = torch.is_grad_enabled() and any_requires_grad(first, bias, [weight])
+        if choose(self.joined[0][1], first, "auto", who, len(first), recorded) == "fused":
+            return run(spec, self.joined[0][1], first, [weight], bias, "fused", who)
+        return recurrent_ops.input_product(first, weight, bias)
 
     def matrix(self, kind: Kind, parameters: Parameters) -> Tensor:
         """[3 · hidden, features], of all gates, as nn.GRU has it."""

@@ -266,10 +266,11 @@ class Gated(Recorded):
     ) -> Tensor:
         """The states behind all steps, [rows, hidden]."""
         added, bias = cell.biases(parameters)
-        gates = cell.gates(rows, parameters, added, self.implementation, self._who)
+        given = rows, parameters, added, self.implementation, self._who
         gains = parameters.get(f"norm_hh{cell.suffix}")
         if chosen == "fused":
             try:
+                gates = cell.gates(*given, fused=True)
                 tensors = cell.tensors("hh", parameters)
                 return _by_op(cell.recurrence, gates, initial, restart, tensors, bias, starts, walk)
             except CompileError as error:
@@ -278,9 +279,10 @@ class Gated(Recorded):
                 self._give_up(rows[0], error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
+        gates = cell.gates(*given, fused=False)
         weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
-        given = gates, initial, weights, bias, starts, walk
-        return step_by_step(cell.recurrence, *given, lambda x: activate(activation, x, further), restart, gains)
+        of_steps = gates, initial, weights, bias, starts, walk
+        return step_by_step(cell.recurrence, *of_steps, lambda x: activate(activation, x, further), restart, gains)
 
     def _give_up(self, x: Tensor, error: CompileError) -> None:
         """So that the next call does not try again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +12,19 @@ from torch.compiler import is_compiling
 
 from factorlayer.autograd.layer_ops import gpu_limits, predicted_us
 from factorlayer.autograd.recurrent_ops import text_for, through_text
-from factorlayer.autograd.runtime import dtype_name
+from factorlayer.autograd.runtime import dtype_name, tf32_allowed
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.recurrent.recurrent import STEPS
 from factorlayer.maths.recurrence import Recurrence
-from factorlayer.plan.recurrent_library import Sequences, Unit, around, op_us, steps_us
+from factorlayer.plan.library import Call
+from factorlayer.plan.recurrent_library import RowsProduct, RowsSum, Sequences, Unit, alike, around, op_us, steps_us
 
-LEADING = 4  # bits of a number of steps, or of packed rows, that a choice depends on
+
+class Allowed(NamedTuple):
+    """Whether float32 may be TF32: in the steps, and in the products of all steps around them."""
+
+    rnn: bool
+    matmul: bool
 
 
 @dataclass(frozen=True)
@@ -46,19 +53,12 @@ def why_slower(recurrence: Recurrence, unit: Unit, given: Sequences, training: b
     is one cell's."""
     if not x.is_cuda or is_compiling():
         return None
-    tf32 = torch._C._get_fp32_precision_getter("cuda", "rnn") == "tf32"  # read as tf32_allowed does
-    steps = _alike(given.steps)
-    rows = _alike(given.rows) if given.packed else given.sequences * steps
+    tf32 = Allowed(*map(tf32_allowed, Allowed._fields))
+    steps = alike(given.steps)
+    rows = alike(given.rows) if given.packed else given.sequences * steps
     given = Sequences(given.sequences, steps, rows, given.packed)
     asked = unit, given, training, x.dtype, tf32, x.get_device()
     return _predicted(text_for(recurrence, x), *asked).why_slower
-
-
-def _alike(n: int) -> int:
-    """A number with all but its leading bits cleared, so that lengths which differ little from call to call share a
-    prediction."""
-    others = max(0, n.bit_length() - LEADING)
-    return n >> others << others
 
 
 @functools.lru_cache(4096)
@@ -68,7 +68,7 @@ def _predicted(
     given: Sequences,
     training: bool,
     dtype: torch.dtype,
-    tf32: bool,
+    tf32: Allowed,
     device: int,
 ) -> Prediction:
     gpu, name = Gpu(*gpu_limits(device)), dtype_name(dtype)
@@ -80,9 +80,22 @@ def _predicted(
     if not unit.dense:
         # The passes around the steps are not compared: multiplying structured matrices out for PyTorch's op, and
         # bringing gradients back to them, takes no less than their own passes.
-        step_us, step_back_us = steps_us(unit, name, tf32, given, training, gpu)
+        step_us, step_back_us = steps_us(unit, name, tf32.rnn, given, training, gpu)
         return Prediction(us, given.steps * (step_us + step_back_us * training), training, given)
-    computed = "tf32" if Recurrence.parse(text).chain.tf32 and name == "float32" else name
     starts = (1 + training) * (gpu.rates.behind_us + gpu.rates.wait_us)
-    us = len(unit.features) * (us + starts) + sum(call.us(computed, gpu) for call in around(unit, given, training))
-    return Prediction(us, op_us(unit, name, tf32, given, training, gpu), training, given)
+    beside = sum(_around_us(call, dtype, tf32, device, gpu) for call in around(unit, given, training))
+    us = len(unit.features) * (us + starts) + beside
+    return Prediction(us, op_us(unit, name, tf32.rnn, given, training, gpu), training, given)
+
+
+def _around_us(call: Call, dtype: torch.dtype, tf32: Allowed, device: int, gpu: Gpu) -> float:
+    """Of an operation around the steps: sums are made by our kernels, and products as recurrent_ops.py has them."""
+    is_float = dtype == torch.float32
+    of_pytorch = "tf32" if is_float and tf32.matmul else dtype_name(dtype)
+    if isinstance(call, RowsSum):
+        return predicted_us(call.text, call.samples, dtype, device)
+    if not isinstance(call, RowsProduct):
+        return call.us(of_pytorch, gpu)
+    text = call.text + "; tf32" * (is_float and (tf32.rnn or tf32.matmul))
+    ours = predicted_us(text, call.samples, dtype, device)
+    return ours if is_float and not tf32.matmul else min(ours, call.us(of_pytorch, gpu))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forward_rule import arithmetic
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benches is not installed with the package
 
@@ -49,7 +50,5 @@ def _memory_for_others() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _tf32_off() -> Iterator[None]:
     """Tests that want TensorFloat-32 allow it themselves."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    yield
-    torch.backends.cuda.matmul.fp32_precision = before
+    with arithmetic("float32"):
+        yield

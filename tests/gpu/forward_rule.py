@@ -28,13 +28,16 @@ EPS = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32"
 
 @contextlib.contextmanager
 def arithmetic(name: str) -> Iterator[None]:
-    """PyTorch's switch for float32 products, as `name` wants it."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+    """PyTorch's switches for float32 products and recurrences, as `name` wants them."""
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = "tf32" if name == "tf32" else "ieee"
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
 
 
 def to_gpu(inputs: Inputs) -> Inputs:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
 from factorlayer import FactorGRU
@@ -77,8 +78,9 @@ def results(module: FactorGRU, x: Tensor, layout: str, grad: Tensor) -> list[Ten
 
 @each_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_errors_are_at_most_twice_those_of_pytorchs_operations(kind: str, layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", DTYPES)
+def test_errors_are_at_most_twice_those_of_pytorchs_operations(kind: str, layout: str, name: str) -> None:
+    dtype = DTYPES[name]
     module = gru(kind, batch_first=layout == "batch-first").to(dtype)
     times = TIMES.get(kind, 1)
     shape = (times * sum(LENGTHS),) if layout == "cu_seqlens" else (17, times * 5)
@@ -90,14 +92,35 @@ def test_errors_are_at_most_twice_those_of_pytorchs_operations(kind: str, layout
     errors = {}
     for implementation in ("batched", "kernels"):
         moved = copy.deepcopy(module).cuda()
-        if implementation == "batched":
-            moved.implementation = "batched"
-        else:
-            moved = by_kernels(moved)
-        found = results(moved, x.cuda(), layout, grad)
+        with arithmetic(name):
+            if implementation == "batched":
+                moved.implementation = "batched"
+            else:
+                moved = by_kernels(moved)
+            found = results(moved, x.cuda(), layout, grad)
         errors[implementation] = [float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)]
     for of_kernels, of_batched in zip(errors["kernels"], errors["batched"], strict=True):
-        assert of_kernels <= 2 * of_batched + 4 * torch.finfo(dtype).eps * shape[0] ** 0.5
+        assert of_kernels <= 2 * of_batched + 4 * EPS[name] * shape[0] ** 0.5
+
+
+@each_kind
+def test_cudnns_switch_says_whether_float32_is_tf32(kind: str) -> None:
+    """At every call, forward and back; PyTorch's other switch, for products, is off."""
+    module = by_kernels(gru(kind, dtype=torch.float32).cuda())
+    if module.implementation != "fused":
+        pytest.skip("PyTorch's operations, one by one, follow its switch for products")
+    sequences = 5 * TIMES.get(kind, 1)
+    x, grad = torch.randn(17, sequences, module.input_size), torch.ones(1)
+    exact = copy.deepcopy(module).cpu().double()
+    exact.implementation = "naive"
+    right = results(exact, x.double(), "steps", grad)
+    errors = []
+    for precision in ("ieee", "tf32", "ieee"):
+        torch.backends.cudnn.rnn.fp32_precision = precision
+        found = results(module, x.cuda(), "steps", grad)
+        errors.append([float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)])
+    assert errors[0] == errors[2]
+    assert max(errors[0]) < 2e-5 and 2e-5 < errors[1][0] < 4e-3 and max(errors[1]) < 1e-2
 
 
 def test_cudnn_finds_its_weights_together() -> None:
