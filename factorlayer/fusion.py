@@ -44,26 +44,44 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     Args:
         inplace: puts each part that can be fused into the module as what fuse returns for it, and returns the module
             itself, whose class, methods and hooks stay; torch.compile and torch.export follow it. A module that is
-            fused as a whole has no such parts, and is returned as without.
+            fused as a whole becomes what fuse returns for it, and stays the same object.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
     chosen = implementation_name(implementation, "fuse")
-    if isinstance(module, Fused):
-        module = module.module
     if isinstance(module, FactorMLP):
         return module
+    given = module.module if isinstance(module, Fused) else module
     if inplace:
-        paths = list(piece_of(module, "", Reasons(), chosen).places())
+        paths = list(piece_of(given, "", Reasons(), chosen).places())
         if "" not in paths:
-            _put_into(module, paths, chosen)
-            return module
-    if is_hooked(module):
+            _put_into(given, paths, chosen)
+            return given
+    if is_hooked(given):
         raise ValueError(
-            f"fuse: {type(module).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
+            f"fuse: {type(given).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
             "and put them on what fuse returns"
         )
-    return Fused(module, chosen)
+    if not inplace:
+        return Fused(given, chosen)
+    _become_fused(module, given, chosen)
+    return module
+
+
+def _become_fused(module: nn.Module, given: nn.Module, implementation: Implementation) -> None:
+    """Makes of the object `module` what fuse returns for `given`: itself, of which a copy stays, or, if it is fused
+    already, the module that it was made of."""
+    if given is module:
+        given = object.__new__(type(module))
+        given.__dict__.update(module.__dict__)
+    made = Fused(given, implementation)
+    try:
+        object.__setattr__(module, "__class__", Fused)
+    except TypeError as error:
+        raise ValueError(
+            f"fuse: {type(given).__name__} cannot become another class, {error}; use what fuse returns without inplace"
+        ) from None
+    object.__setattr__(module, "__dict__", made.__dict__)
 
 
 def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:

@@ -15,8 +15,8 @@ from oracle import nearly
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from factorlayer import FactorLinear, freeze, fuse
-from factorlayer.stacks.stack import RunsAsStacks
+from factorlayer import FactorLinear, freeze, fuse, unfreeze
+from factorlayer.stacks.stack import LayerStack, RunsAsStacks
 
 
 class Attention(nn.Module):
@@ -246,9 +246,66 @@ def test_in_place_a_model_stays_what_it_is(gated: bool) -> None:
         assert fuse(model, inplace=True) is model
 
 
-def test_in_place_what_is_one_graph_or_has_fused_methods_is_as_without() -> None:
-    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-    assert isinstance(fuse(whole, inplace=True), RunsAsStacks)
+class OneGraph(nn.Module):
+    """Is one graph, and has a method and a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.factor = nn.Linear(4, 6), nn.Linear(6, 4), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.factor * self.down(torch.tanh(self.up(x)))
+        return made
+
+    def loss(self, x: Tensor) -> Tensor:
+        made: Tensor = self(x).square().sum()
+        return made
+
+
+@pytest.mark.filterwarnings("error:fuse")
+@pytest.mark.parametrize("make", [OneGraph, lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))])
+def test_in_place_what_is_one_graph_becomes_what_fuse_makes_of_it(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    plain, x = make().double(), torch.randn(3, 4).double()
+    model = copy.deepcopy(plain)
+    around, parameters, right = nn.Sequential(model), [id(p) for p in model.parameters()], plain(x)
+    assert fuse(model, inplace=True) is model and isinstance(model, RunsAsStacks) and len(model.stacks) == 1
+    assert list(model.state_dict()) == list(plain.state_dict()) and [id(p) for p in model.parameters()] == parameters
+    called: list[nn.Module] = []
+    forward = LayerStack.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerStack, "forward", lambda self, x: called.append(self) or forward(self, x))
+        for each in (model, around, copy.deepcopy(around), pickle.loads(pickle.dumps(model)), freeze(around.eval())):
+            torch.testing.assert_close(each(x), right)
+            assert called and not called.clear()
+    unfreeze(around)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), right)
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, torch.autograd.grad(right.square().sum(), list(plain.parameters())))
+    if isinstance(plain, OneGraph):
+        torch.testing.assert_close(model.loss(x), plain.loss(x))
+        model.factor, plain.factor = 3.0, 3.0
+        with pytest.warns(UserWarning, match=r"OneGraph\.factor is another.*; fuse the model again"):
+            torch.testing.assert_close(model(x), plain(x))
+    assert fuse(model, "batched", inplace=True) is model and model.implementation == "batched"
+    torch.testing.assert_close(model(x), plain(x))
+    assert model.stacks[0].names[0] in ("up", "0")
+
+
+def test_in_place_what_cannot_become_another_class_is_refused() -> None:
+    class Slotted(nn.Sequential):
+        __slots__ = ("more",)
+
+    model, x = Slotted(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), torch.randn(3, 4)
+    right = model(x)
+    with pytest.raises(ValueError, match=r"Slotted cannot become another class.*use what fuse returns without inplace"):
+        fuse(model, inplace=True)
+    assert type(model) is Slotted and torch.equal(model(x), right)
+
+
+def test_in_place_what_has_fused_methods_is_as_without() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     x, before = torch.randn(2, 5, 8), list(model.layers)
