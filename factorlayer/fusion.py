@@ -127,9 +127,15 @@ class Fused(RunsAsStacks):
                 raise AttributeError(
                     f"fuse: {name} cannot be set afterwards: set it in the module, and fuse that again"
                 )
-            if name not in self._parameters and name not in self._buffers and hasattr(self.module, name):
-                return setattr(self.module, name, value)  # which notices
+            if name not in self._parameters and name not in self._buffers:
+                return setattr(self.module, name, value)  # whose code reads it, and which notices
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """What was set in the module is deleted there."""
+        if name in vars(self.module) and name not in vars(self):
+            return delattr(self.module, name)
+        super().__delattr__(name)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -628,6 +628,38 @@ def test_what_is_set_in_the_result_is_the_modules() -> None:
     assert not plain.training
 
 
+class Wrapped(nn.Module):
+    """Is called by way of a function that it is given later, as transformers' layers that are checkpointed are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.is_wrapped = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return x
+        return self.wrap(self._ff_block, x) if self.is_wrapped else self._ff_block(x)
+
+
+def test_what_is_set_for_the_first_time_is_the_modules_too() -> None:
+    plain = Wrapped().double()
+    model = nn.Sequential(fuse(plain))
+    fused: Any = model[0]
+    before = model(X)
+    fused.is_wrapped, fused.wrap = True, lambda run, x: 2 * run(x)
+    torch.testing.assert_close(model(X), 2 * before)
+    assert plain.wrap is fused.wrap
+    fused.is_wrapped = False
+    del fused.wrap
+    assert not hasattr(plain, "wrap") and not hasattr(fused, "wrap")
+    torch.testing.assert_close(model(X), before)
+    with pytest.raises(AttributeError, match="wrap"):
+        del fused.wrap
+
+
 @pytest.mark.long
 def test_changes_count_when_compiled() -> None:
     torch._dynamo.reset()
