@@ -44,7 +44,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     Args:
         inplace: puts each part that can be fused into the module as what fuse returns for it, and returns the module
             itself, whose class, methods and hooks stay; torch.compile and torch.export follow it. A module that is
-            fused as a whole becomes what fuse returns for it, and stays the same object.
+            itself what can be fused becomes what fuse returns for it, and stays the same object.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
@@ -52,20 +52,50 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     if isinstance(module, FactorMLP):
         return module
     given = module.module if isinstance(module, Fused) else module
-    if inplace:
-        paths = list(piece_of(given, "", Reasons(), chosen).places())
-        if "" not in paths:
-            _put_into(given, paths, chosen)
-            return given
-    if is_hooked(given):
+    paths = list(piece_of(given, "", Reasons(), chosen).places()) if inplace else [""]
+    if "" in paths and is_hooked(given):
         raise ValueError(
             f"fuse: {type(given).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
             "and put them on what fuse returns"
         )
     if not inplace:
         return Fused(given, chosen)
-    _become_fused(module, given, chosen)
-    return module
+    if not paths:
+        warnings.warn(f"fuse: nothing in {type(given).__name__} can be fused that is not yet", stacklevel=2)
+    _put_into(module, given, paths, chosen)
+    return module if "" in paths else given
+
+
+def _put_into(module: nn.Module, given: nn.Module, paths: list[str], implementation: Implementation) -> None:
+    """Puts what fuse makes of the parts of `given` at some paths in their places: all, or none. A path comes behind
+    those within it; `module` takes the place of `given` itself."""
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for part in dict.fromkeys([given.get_submodule(path) for path in paths]):
+            if part is given:
+                _become_fused(module, given, implementation)
+            else:
+                _put_under_all_names(given, part, Fused(part, implementation, is_part=True), replaced)
+    except BaseException:
+        for owner, name, part in replaced:
+            setattr(owner, name, part)
+        raise
+
+
+def _put_under_all_names(
+    module: nn.Module, part: nn.Module, made: Fused, replaced: list[tuple[nn.Module, str, nn.Module]]
+) -> None:
+    left = [module]
+    known = set(left)
+    while left:
+        owner = left.pop()
+        for name, child in list(owner._modules.items()):
+            if child is part:
+                setattr(owner, name, made)
+                replaced.append((owner, name, part))
+            elif child is not None and child not in known and not isinstance(child, RunsAsStacks):
+                known.add(child)
+                left.append(child)
 
 
 def _become_fused(module: nn.Module, given: nn.Module, implementation: Implementation) -> None:
@@ -82,26 +112,6 @@ def _become_fused(module: nn.Module, given: nn.Module, implementation: Implement
             f"fuse: {type(given).__name__} cannot become another class, {error}; use what fuse returns without inplace"
         ) from None
     object.__setattr__(module, "__dict__", made.__dict__)
-
-
-def _put_into(module: nn.Module, paths: list[str], implementation: Implementation) -> None:
-    if not paths:
-        warnings.warn(f"fuse: nothing in {type(module).__name__} can be fused that is not yet", stacklevel=3)
-    given = map(module.get_submodule, paths)
-    _put_under_all_names(module, {part: Fused(part, implementation, is_part=True) for part in given})  # all, or none
-
-
-def _put_under_all_names(module: nn.Module, made: dict[nn.Module, Fused]) -> None:
-    left = [module]
-    known = set(left)
-    while left:
-        owner = left.pop()
-        for name, part in list(owner._modules.items()):
-            if part in made:
-                setattr(owner, name, made[part])
-            elif part is not None and part not in known and not isinstance(part, RunsAsStacks):
-                known.add(part)
-                left.append(part)
 
 
 class Fused(RunsAsStacks):

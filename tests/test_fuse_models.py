@@ -294,15 +294,54 @@ def test_in_place_what_is_one_graph_becomes_what_fuse_makes_of_it(
     assert model.stacks[0].names[0] in ("up", "0")
 
 
-def test_in_place_what_cannot_become_another_class_is_refused() -> None:
+class Branching(nn.Module):
+    """No graph holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x if x.shape[0] == 0 else x + self.mlp(x)
+        return made
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("error:fuse")
+@pytest.mark.parametrize(
+    ("first", "fused"), [([], ["1.mlp", "2.mlp"]), ([nn.Linear(4, 4), nn.ReLU()], ["", "3.mlp", "4.mlp"])]
+)
+def test_in_place_torch_compile_follows_parts_within_what_is_one_graph(
+    first: list[nn.Module], fused: list[str]
+) -> None:
+    torch._dynamo.reset()
+    plain, x = nn.Sequential(*first, nn.Linear(4, 4), Branching(), Branching()).double(), torch.randn(3, 4).double()
+    model = copy.deepcopy(plain)
+    around, names = nn.ModuleList([model]), list(plain.state_dict())
+    assert fuse(model, inplace=True) is model and around[0] is model and list(model.state_dict()) == names
+    assert sorted(name for name, part in model.named_modules() if isinstance(part, RunsAsStacks)) == fused
+    graphs: list[fx.Graph] = []
+
+    def keep(module: fx.GraphModule, _: object) -> Any:
+        graphs.append(module.graph)
+        return module.forward
+
+    compiled = torch.compile(model, backend=keep, fullgraph=True)
+    for each in (model, copy.deepcopy(model), compiled, freeze(model.eval())):
+        torch.testing.assert_close(each(x), plain(x))
+    (graph,) = graphs
+    assert sum(node.target is nn.functional.linear for node in graph.nodes) == (0 if first else 1)
+
+
+def test_in_place_what_cannot_become_another_class_is_refused_and_left() -> None:
     class Slotted(nn.Sequential):
         __slots__ = ("more",)
 
-    model, x = Slotted(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), torch.randn(3, 4)
-    right = model(x)
+    model, x = Slotted(Branching(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), torch.randn(3, 4)
+    right, before = model(x), list(model.modules())
     with pytest.raises(ValueError, match=r"Slotted cannot become another class.*use what fuse returns without inplace"):
         fuse(model, inplace=True)
-    assert type(model) is Slotted and torch.equal(model(x), right)
+    assert type(model) is Slotted and list(model.modules()) == before and torch.equal(model(x), right)
 
 
 def test_in_place_what_has_fused_methods_is_as_without() -> None:
@@ -646,7 +685,7 @@ class Wrapped(nn.Module):
 
 def test_what_is_set_for_the_first_time_is_the_modules_too() -> None:
     plain = Wrapped().double()
-    model = nn.Sequential(fuse(plain))
+    model = fuse(nn.Sequential(plain), inplace=True)
     fused: Any = model[0]
     before = model(X)
     fused.is_wrapped, fused.wrap = True, lambda run, x: 2 * run(x)

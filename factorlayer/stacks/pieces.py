@@ -71,6 +71,7 @@ class Whole:
             name = self._free_name(f"stack_{len(own)}")
             own[name] = put_stack(module, self.trace, members, name, path, implementation)
             self.stacks[f"{path}{method}.{name}"] = own[name]
+        self._has_own = bool(own)
         self.parts = self._fuse_parts(own, known, implementation)
         owner = nn.Module()
         for name, part in (*module.named_children(), *own.items(), *self._others.items()):
@@ -164,8 +165,11 @@ class Whole:
         return self.path.rstrip(".") or type(self.module).__name__
 
     def places(self) -> Iterator[str]:
-        """The paths of the largest parts that fuse makes one module of: its own, if it has stacks."""
-        if self.stacks:
+        """The paths of what fuse makes one module of, inner parts first: those in parts that the graph does not look
+        into, where torch.compile would not follow it, and its own, if it has stacks beside these."""
+        for part in self.parts.values():
+            yield from part.places()
+        if self._has_own:
             yield self.path.rstrip(".")
 
     def compiled(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
