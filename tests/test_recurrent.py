@@ -478,7 +478,26 @@ WRONG = {
     "sizes": (lambda: FactorGRU(0, 6), ValueError, "FactorGRU: input_size should be a positive integer, it is 0"),
     "layers": (lambda: FactorGRU(5, 6, 0), ValueError, "num_layers should be a positive integer, it is 0"),
     "dropout": (lambda: FactorGRU(5, 6, 2, dropout=2), ValueError, "a probability from 0 to 1, it is 2"),
-    "structure": (lambda: FactorGRU(5, 6, structure="toeplitz"), ValueError, "structure should be one of 'dense', 'kr"),
+    "warmup's kind": (
+        lambda: FactorGRU(5, 6).warmup(2, 1.5),
+        ValueError,
+        "should be positive integers, they are (1.5, 2",
+    ),
+    "explain": (
+        lambda: FactorGRU(5, 6).explain(2, 0),
+        ValueError,
+        "FactorGRU.explain: sequences and steps should be pos",
+    ),
+    "dtype by name": (
+        lambda: FactorGRU(5, 6, dtype="half"),
+        TypeError,
+        "FactorGRU: dtype should be a floating-point type, it is '",
+    ),
+    "structure": (
+        lambda: FactorGRU(5, 6, structure="toeplitz"),
+        ValueError,
+        "GRU: structure should be one of 'dense', 'kr",
+    ),
     "input structure": (lambda: FactorGRU(5, 6, input_structure=1), ValueError, "input_structure should be one of"),
     "none of it": (lambda: FactorGRU(5, 6, factors=2), ValueError, "factors=2 was given, which structure='dense' has"),
     "none of them": (lambda: FactorGRU(5, 6, input_factors=(5,)), ValueError, "input_factors=(5,) was given, which 'd"),
@@ -631,6 +650,21 @@ WRONG = {
         lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 3], device="meta")),
         TypeError,
         "input and cu_seqlens should be on one device, input is on cpu and cu_seqlens on meta",
+    ),
+    "max_seqlen's kind": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 3]), max_seqlen=3.0),
+        ValueError,
+        "max_seqlen should be an integer, the length of the longest sequence or more; it is 3.0",
+    ),
+    "max_seqlen below 0": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 3]), max_seqlen=-1),
+        ValueError,
+        "max_seqlen should be an integer, the length of the longest sequence or more; it is -1",
+    ),
+    "max_seqlen alone": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), max_seqlen=3),
+        ValueError,
+        "max_seqlen=3 was given without cu_seqlens, the bounds of sequences",
     ),
     "cell's axes": (
         lambda: FactorGRUCell(5, 6)(torch.zeros(3, 2, 5)),

@@ -87,7 +87,7 @@ def gate_specs(
     Either takes of `factors`, `blocks` and `rank` what its structure has. An input matrix has the recurrent one's sizes
     for its outputs, as many, balanced ones, for its inputs, and no rank that makes no difference."""
     kinds = structure if input_structure is None else input_structure, structure
-    for name, kind in zip(("input_structure", "structure"), kinds, strict=True):
+    for name, kind in (("structure", structure), ("input_structure", kinds[0])):
         if kind not in GATE_STRUCTURES:
             raise ValueError(f"{name} should be one of {', '.join(map(repr, GATE_STRUCTURES))}, it is {kind!r}")
     for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):

@@ -51,8 +51,8 @@ class Gated(Recorded):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"{self._who}: dtype should be a floating-point type, it is {dtype!r}")
         self.cells, self._scalar_names = tuple(cells), scalar_names
         self._names = [name for cell in cells for name in cell.shapes]
         features = tuple(cell.inputs.in_features for cell in cells)
@@ -162,8 +162,7 @@ class Gated(Recorded):
         return GATES * sequences * steps * each
 
     def _warm_up(self, shape: tuple[int, ...]) -> None:
-        if min(shape) < 1:
-            raise ValueError(f"{self._who}.warmup: sequences and steps should be positive numbers, they are {shape}")
+        self._check_counts("warmup", shape)
         weight = next(self.parameters())
         made = self(torch.zeros(*shape, self.input_size, device=weight.device, dtype=weight.dtype))
         y = made if isinstance(made, Tensor) else made[0]
@@ -171,8 +170,15 @@ class Gated(Recorded):
         if torch.is_grad_enabled() and wanted:
             torch.autograd.grad(y.sum(), wanted)
 
+    def _check_counts(self, method: str, counts: Sequence[Any]) -> None:
+        if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in counts):
+            raise ValueError(
+                f"{self._who}.{method}: sequences and steps should be positive integers, they are {tuple(counts)}"
+            )
+
     def _explained(self, sequences: int, steps: int) -> str:
         """What a call with so many sequences of so many steps computes and runs, in words."""
+        self._check_counts("explain", (sequences, steps))
         dense = sum(GATES * cell.hidden * (cell.inputs.in_features + cell.hidden) for cell in self.cells)
         held = sum(GATES * cell.spec(kind).parameter_count for cell in self.cells for kind in KINDS)
         lines = [

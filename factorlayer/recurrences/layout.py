@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.autograd.inputs import Input, are_several, checked
@@ -33,6 +34,8 @@ def layout_of(
     max_seqlen: int | None,
 ) -> Layout:
     """Of an input, or of a list of them as if they were concatenated along their `features`."""
+    if max_seqlen is not None and cu_seqlens is None:
+        raise ValueError(f"{who}: max_seqlen={max_seqlen!r} was given without cu_seqlens, the bounds of sequences")
     if isinstance(x, PackedSequence) or not are_several(x):
         return _of_one(who, x, batch_first, cu_seqlens, max_seqlen)
     if any(isinstance(each, PackedSequence) for each in x):
@@ -127,6 +130,10 @@ def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) ->
         if given[0] != 0 or given[-1] != x.shape[0] or sorted(given) != given:
             raise ValueError(f"{who}: {wanted}, of which there are {x.shape[0]}; it is {given}")
         max_seqlen = max((behind - before for before, behind in itertools.pairwise(given)), default=0)
+    elif not isinstance(max_seqlen, (int, torch.SymInt)) or (not is_compiling() and max_seqlen < 0):
+        raise ValueError(
+            f"{who}: max_seqlen should be an integer, the length of the longest sequence or more; it is {max_seqlen!r}"
+        )
     return Walk(lengths.shape[0], max_seqlen, 0, 1, bounds[:-1], lengths)
 
 
