@@ -100,7 +100,7 @@ def test_an_update_of_adam_moves_outputs_as_the_dense_layers_does() -> None:
 
 
 def test_rates_that_mean_nothing() -> None:
-    for lr in (0, -1.0, float("nan")):
+    for lr in (0, -1.0, float("nan"), "1e-3", None):
         with pytest.raises(ValueError, match="param_groups: lr should be a positive number"):
             param_groups(nn.Linear(2, 2), lr=lr)
     with pytest.raises(TypeError, match=r"param_groups: model should be an nn\.Module, it is list"):

@@ -207,6 +207,8 @@ def test_budgets_that_mean_nothing(given: dict[str, Any], words: str) -> None:
 def test_other_models_that_mean_nothing() -> None:
     with pytest.raises(ValueError, match="suggest: 0 is on the meta device and has no weights"):
         suggest(nn.Sequential(nn.Linear(8, 8, device="meta")), 0.5)
+    with pytest.raises(ValueError, match="suggest: Sequential has no dense linear layers; restore"):
+        suggest(nn.Sequential(FactorLinear(8, 8)), 0.5)
     with pytest.raises(TypeError, match="suggest: batch should be a number of samples, or an example"):
         suggest(model(), 0.5, of="time", batch="16", arch=90)
     mapping = suggest(model(), 0.8, of="time", batch=tokens(), arch=90)

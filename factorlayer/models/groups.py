@@ -41,7 +41,7 @@ def param_groups(model: nn.Module, *, lr: float, **settings: Any) -> list[dict[s
     rates keeps their ratios.
     """
     check_model(model, "param_groups")
-    if not lr > 0:
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not lr > 0:
         raise ValueError(f"param_groups: lr should be a positive number, it is {lr!r}")
     of_weights = {
         id(weight): multiplier

@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from factorlayer.maths.spec import STRUCTURES, LayerSpec, Structure, resolve
-from factorlayer.models.dense import bias_of, conv1d, count_of, matrix_of
+from factorlayer.models.dense import bias_of, count_of, is_turned, matrix_of
 from factorlayer.models.rows import Example, rows_of
-from factorlayer.models.selection import Chosen, Selector, Settings, select, settings_of
+from factorlayer.models.selection import Chosen, Selector, Settings, check_model, select, settings_of
 from factorlayer.models.spectra import ranks, squares_left
 from factorlayer.models.times import dense_spec, gpu_for, layer_us
 
@@ -59,6 +59,9 @@ def suggest(
     The same model, budget and device give the same mapping.
     """
     _check(budget, of, structures, batch)
+    check_model(model, "suggest")
+    if layers is None and not any(_is_dense(*named) for named in model.named_modules()):
+        raise ValueError(f"suggest: {type(model).__name__} has no dense linear layers; restore(model) brings them back")
     selectors = _selectors(layers)
     chosen, _ = select(model, {selector: dict(factors=1) for selector in selectors}, "suggest")
     modules = [each.place.module for each in chosen]
@@ -117,10 +120,13 @@ def _check(budget: Any, of: str, structures: Sequence[str], batch: object) -> No
         raise ValueError("suggest: of='time' and batch belong together: time depends on how many samples layers get")
 
 
+def _is_dense(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_turned(module)
+
+
 def _selectors(layers: Selector | Sequence[Selector] | None) -> list[Selector]:
     if layers is None:
-        turned = conv1d()
-        return [lambda name, module: isinstance(module, nn.Linear if turned is None else (nn.Linear, turned))]
+        return [_is_dense]
     selectors = list(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
     if not selectors:
         raise ValueError("suggest: layers should be selectors of the layers that may change, there are none")
