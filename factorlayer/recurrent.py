@@ -23,7 +23,7 @@ from factorlayer.maths.steps import Walk
 from factorlayer.plan.recurrent_library import Sequences
 from factorlayer.recurrences.cell import KINDS, Norm, Parameters, cells_of
 from factorlayer.recurrences.gated import Gated, no_autocast
-from factorlayer.recurrences.layout import ends, layout_of, mask_of, state_of
+from factorlayer.recurrences.layout import check_dense, ends, layout_of, mask_of, state_of
 
 
 @contextlib.contextmanager
@@ -364,6 +364,7 @@ class FactorGRUCell(Gated):
                 f"has the shape {tuple(input.shape)}" if isinstance(input, Tensor) else f"is a {type(input).__name__}"
             )
             raise ValueError(f"FactorGRUCell: input should be [batch, input_size] or [input_size], it {came}")
+        check_dense("FactorGRUCell", input)
         if len(inputs) == 1:
             self._check_features(input)
         shape = (*input.shape[:-1], self.hidden_size)

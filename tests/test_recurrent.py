@@ -666,6 +666,21 @@ WRONG = {
         ValueError,
         "max_seqlen=3 was given without cu_seqlens, the bounds of sequences",
     ),
+    "jagged": (
+        lambda: FactorGRU(5, 6)(torch.nested.nested_tensor([torch.zeros(n, 5) for n in (1, 3)], layout=torch.jagged)),
+        TypeError,
+        "input should be no nested tensor; give input.values() of a jagged one, and cu_seqlens=input.offsets()",
+    ),
+    "sparse": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 2, 5).to_sparse()),
+        TypeError,
+        "FactorGRU: input should be dense, its layout is torch.sparse_coo; convert it with input.to_dense()",
+    ),
+    "cell's layout": (
+        lambda: FactorGRUCell(5, 6)(torch.zeros(2, 5).to_sparse()),
+        TypeError,
+        "FactorGRUCell: input should be dense, its layout is torch.sparse_coo",
+    ),
     "cell's axes": (
         lambda: FactorGRUCell(5, 6)(torch.zeros(3, 2, 5)),
         ValueError,

@@ -80,6 +80,7 @@ def _of_one(who: str, x: Any, batch_first: bool, cu_seqlens: Tensor | None, max_
         return _of_packed(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"{who}: input should be a tensor or a PackedSequence, it is of the type {type(x).__name__}")
+    check_dense(who, x)
     if cu_seqlens is not None:
         if x.dim() != 2:
             raise ValueError(
@@ -97,6 +98,16 @@ def _of_one(who: str, x: Any, batch_first: bool, cu_seqlens: Tensor | None, max_
     first, second, features = x.shape
     walk = Walk(first, second, second, 1) if batch_first else Walk(second, first, 1, second)
     return Layout([x.reshape(first * second, features)], walk, (first, second))
+
+
+def check_dense(who: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise TypeError(
+            f"{who}: input should be no nested tensor; give input.values() of a jagged one, and "
+            "cu_seqlens=input.offsets()"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{who}: input should be dense, its layout is {x.layout}; convert it with input.to_dense()")
 
 
 def _of_packed(x: PackedSequence) -> Layout:
