@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -48,6 +49,10 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "fuse: module is of torch.jit, whose code is compiled; fuse what it is made of, then trace that"
+        )
     chosen = implementation_name(implementation, "fuse")
     if isinstance(module, FactorMLP):
         return module

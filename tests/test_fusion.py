@@ -608,6 +608,19 @@ def test_parts_that_are_put_past_the_module_run() -> None:
     assert next(fused.parameters()) is other.weight
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripts_stay_as_they_are() -> None:
+    x = torch.randn(3, 4)
+    inner = torch.jit.trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), x)
+    plain = nn.Sequential(inner, nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    fused = fuse(plain)
+    assert [list(stack.names) for stack in fused.stacks] == [["1", "3"]]
+    torch.testing.assert_close(fused(x), plain(x))
+    for inplace in (False, True):
+        with pytest.raises(TypeError, match=r"module is of torch\.jit, .*; fuse what it is made of, then trace that"):
+            fuse(inner, inplace=inplace)
+
+
 def test_parts_cannot_be_set_afterwards() -> None:
     fused = fuse(model())
     with pytest.raises(AttributeError, match="fuse: 0 cannot be set afterwards"):

@@ -178,7 +178,8 @@ def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str], method: str)
 def _trace_once(module: nn.Module, opaque: dict[str, str], method: str) -> Traced:
     """Traces with the arguments left out that have defaults. Raises ValueError if the module's code does what a graph
     does not keep. Whatever it has done to the module is undone."""
-    parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in module.modules()}
+    own_code = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    parts = {part: (dict(part.__dict__), dict(part._buffers)) for part in own_code}
     buffers = {buffer: (buffer._version, buffer.clone()) for buffer in module.buffers()}
     drawn, seed, draws = (random.getstate(), torch.get_rng_state()), torch.initial_seed(), _Draws()
     tracer = _Tracer(opaque, method, _required(module, method))
