@@ -294,12 +294,62 @@ def test_in_place_what_is_one_graph_becomes_what_fuse_makes_of_it(
     assert model.stacks[0].names[0] in ("up", "0")
 
 
+class TenTimes(nn.Module):
+    """Does more than its forward when it is called, as layers of transformers that are checkpointed did."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        made: Tensor = super().__call__(x)
+        return 10 * made
+
+
+class TenTimesRelu(TenTimes, nn.ReLU):
+    pass
+
+
+class TenTimesNet(TenTimes, nn.Sequential):
+    pass
+
+
+class TenTimesBlock(TenTimes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ff_block(x) if x.shape[0] else x
+
+
+CALLED = {
+    "an activation": (lambda: nn.Sequential(nn.Linear(4, 4), TenTimesRelu(), nn.Linear(4, 4)), 1),
+    "the model": (lambda: TenTimesNet(Branching(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 1),
+    "a part that is looked into": (
+        lambda: nn.Sequential(TenTimesNet(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), nn.Tanh()),
+        1,
+    ),
+    "a part": (lambda: Branching(TenTimesNet(Branching(), nn.Linear(4, 4))), 1),
+    "a part of which a method is fused": (lambda: nn.Sequential(TenTimesBlock(), nn.Linear(4, 4)), 1),
+}
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("what", CALLED)
+def test_what_a_class_does_around_forward_is_done_once(what: str, inplace: bool) -> None:
+    make, stacks = CALLED[what]
+    plain, x = make().double(), torch.randn(3, 4).double()
+    fused = fuse(copy.deepcopy(plain), inplace=inplace)
+    assert sum(len(part.stacks) for part in fused.modules() if isinstance(part, RunsAsStacks)) == stacks
+    torch.testing.assert_close(fused(x), plain(x))
+
+
 class Branching(nn.Module):
     """No graph holds it."""
 
-    def __init__(self) -> None:
+    def __init__(self, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        self.mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)) if mlp is None else mlp
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = x if x.shape[0] == 0 else x + self.mlp(x)

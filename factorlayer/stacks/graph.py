@@ -81,7 +81,7 @@ def _opaque(module: nn.Module, known: Reasons) -> dict[str, str]:
 
 def _why_opaque(part: nn.Module, known: Reasons) -> str | None:
     if part not in known:
-        if is_hooked(part) or _is_activation(part):
+        if is_hooked(part) or (not has_own_call(part) and _is_activation(part)):
             known[part] = ""
         else:
             try:
@@ -90,6 +90,11 @@ def _why_opaque(part: nn.Module, known: Reasons) -> str | None:
             except ValueError as error:
                 known[part] = f", because {error}"
     return known[part]
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether a call of it does more than PyTorch's modules do around forward. A GraphModule's only words errors."""
+    return type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
 
 
 def is_leaf(part: nn.Module) -> bool:
@@ -139,8 +144,11 @@ class _Tracer(Tracer):
         return super().create_node(kind, target, *args, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() == self._thread and not self.is_leaf_module(m, self.path_of_module(m)):
-            self.through.append(m)
+        if threading.get_ident() == self._thread:
+            if not self.is_leaf_module(m, self.path_of_module(m)):
+                self.through.append(m)
+            elif has_own_call(m):  # of which this is a part, and a node would be the whole
+                raise ValueError(f"{type(m).__name__} has a __call__ of its own, and cannot be looked into")
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

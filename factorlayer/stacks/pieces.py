@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear, is_hooked
-from factorlayer.stacks.graph import Reasons, is_leaf, put_stack, runs_of, signature, trace
+from factorlayer.stacks.graph import Reasons, has_own_call, is_leaf, put_stack, runs_of, signature, trace
 from factorlayer.stacks.guard import is_equal
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks
 from factorlayer.stacks.stand_in import stand_in, why_none
@@ -32,6 +32,8 @@ def piece_of(
             return in_parts
     if is_leaf(module):
         return InParts(module, path, known, implementation, "")
+    if has_own_call(module):  # which runs around its forward: its stand-in has it, and a graph would not
+        return InParts(module, path, known, implementation, "it has a __call__ of its own")
     try:
         return Whole(module, path, known, implementation)
     except ValueError as error:
