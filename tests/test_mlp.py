@@ -276,6 +276,17 @@ def test_what_is_no_layer_of_ours_is_called(kind: str, compiled: bool) -> None:
     assert mlp.state_dict()._metadata[""] == saved
 
 
+def test_a_layer_with_a_call_of_its_own_is_called() -> None:
+    class Twice(FactorLinear):
+        def __call__(self, x: Tensor) -> Tensor:
+            made: Tensor = super().__call__(x)
+            return 2 * made
+
+    mlp, x = FactorMLP([4, 4, 3], activation="tanh", dtype=torch.float64), torch.randn(5, 4).double()
+    mlp.layers[0] = Twice(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(mlp(x), mlp.layers[1](torch.tanh(mlp.layers[0](x))))
+
+
 def test_explain() -> None:
     assert block("gated").explain().splitlines() == [
         "FactorMLP:",

@@ -26,7 +26,7 @@ from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear, is_hooked
 from factorlayer.recurrences.gated import Gated
 from factorlayer.stacks.guard import Guard, Read, recording
-from factorlayer.stacks.stack import Activation, Layer, LayerStack, RunsAsStacks, layer_of
+from factorlayer.stacks.stack import Activation, Layer, LayerStack, RunsAsStacks, has_own_call, layer_of
 
 Reasons = dict[nn.Module, str | None]  # why a graph cannot look into a module: None if it can, "" of an activation
 
@@ -90,11 +90,6 @@ def _why_opaque(part: nn.Module, known: Reasons) -> str | None:
             except ValueError as error:
                 known[part] = f", because {error}"
     return known[part]
-
-
-def has_own_call(module: nn.Module) -> bool:
-    """Whether a call of it does more than PyTorch's modules do around forward. A GraphModule's only words errors."""
-    return type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
 
 
 def is_leaf(part: nn.Module) -> bool:

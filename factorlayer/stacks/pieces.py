@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation
 from factorlayer.layers import FactorLinear, is_hooked
-from factorlayer.stacks.graph import Reasons, has_own_call, is_leaf, put_stack, runs_of, signature, trace
+from factorlayer.stacks.graph import Reasons, is_leaf, put_stack, runs_of, signature, trace
 from factorlayer.stacks.guard import is_equal
-from factorlayer.stacks.stack import LayerStack, RunsAsStacks
+from factorlayer.stacks.stack import LayerStack, RunsAsStacks, has_own_call
 from factorlayer.stacks.stand_in import stand_in, why_none
 
 METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")  # by which others call a block's two layers

@@ -9,7 +9,7 @@ from operator import getitem
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from factorlayer.activations.expression import Expression
@@ -86,7 +86,7 @@ class Layer:
 
 def layer_of(member: nn.Module) -> Layer | None:
     """The Layer that describes a FactorLinear or an nn.Linear, or None for anything else, such as a quantised layer."""
-    if any(map(is_foreign, member._parameters.values())):
+    if any(map(is_foreign, member._parameters.values())) or has_own_call(member):
         return None
     if isinstance(member, FactorLinear) and type(member).forward is FactorLinear.forward:
         return Layer(member.spec, member.chain)
@@ -94,6 +94,11 @@ def layer_of(member: nn.Module) -> Layer | None:
         spec = LayerSpec("kronecker", (member.in_features,), (member.out_features,))
         return Layer(spec, Chain.of(spec, member.bias is not None, "identity"))
     return None
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether a call of it does more than PyTorch's modules do around forward. A GraphModule's only words errors."""
+    return type(module).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule)
 
 
 def is_foreign(tensor: Tensor | None) -> bool:
