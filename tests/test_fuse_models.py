@@ -762,6 +762,24 @@ def test_changes_count_when_compiled() -> None:
     torch.testing.assert_close(compiled(X, mask=X), plain(X, mask=X))
 
 
+def test_whether_gradients_are_enabled_is_not_traced() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.net(x)
+            return y if torch.is_grad_enabled() else 2 * y
+
+    plain = Asks().double()
+    fused = fuse(plain)
+    assert "Asks: its own forward, with parts of it fused" in fused.explain() and len(fused.stacks) == 1
+    torch.testing.assert_close(fused(X), plain(X))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(X), plain(X))
+
+
 def test_types_and_buffers_that_a_forward_asks_for_are_not_traced() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:

@@ -170,11 +170,14 @@ Traced = tuple[fx.Graph, list[Read], list[nn.Module]]
 
 
 def _trace_in_both_modes(module: nn.Module, opaque: dict[str, str], method: str) -> Traced:
-    """Traces in training mode and in evaluation mode, and refuses a module whose graphs differ: a graph holds one of
-    them only."""
+    """Traces in training mode with gradients and in evaluation mode without, and refuses a module whose graphs differ:
+    a graph holds one of them only."""
     training, evaluation = _in_both_modes(module, lambda: _trace_once(module, opaque, method))
     if str(training[0]) != str(evaluation[0]):
-        raise ValueError("its forward asks whether it is in training mode; use modules for what differs, as nn.Dropout")
+        raise ValueError(
+            "its forward asks whether it is in training mode, or gradients are enabled; use modules for what differs, "
+            "as nn.Dropout"
+        )
     return evaluation[0], training[1] + evaluation[1], evaluation[2]
 
 
@@ -239,14 +242,15 @@ T = TypeVar("T")
 
 
 def _in_both_modes(module: nn.Module, look: Callable[[], T]) -> tuple[T, T]:
-    """What is seen with the module in training mode, and in evaluation mode."""
+    """What is seen with the module in training mode and gradients enabled, and in evaluation mode without."""
     modes = {part: part.training for part in module.modules()}
     seen = []
     try:
         for mode in (True, False):
             for part in modes:
                 part.training = mode
-            seen.append(look())
+            with torch.set_grad_enabled(mode):
+                seen.append(look())
     finally:
         for part, mode in modes.items():
             part.training = mode
