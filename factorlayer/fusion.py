@@ -57,7 +57,7 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     if isinstance(module, FactorMLP):
         return module
     given = module.module if isinstance(module, Fused) else module
-    paths = list(piece_of(given, "", Reasons(), chosen).places()) if inplace else [""]
+    paths = list(piece_of(given, "", Reasons(), chosen, is_part=True).places()) if inplace else [""]
     if "" in paths and is_hooked(given):
         raise ValueError(
             f"fuse: {type(given).__name__} has hooks or a forward of its own, which would not run; fuse it without, "
@@ -109,7 +109,7 @@ def _become_fused(module: nn.Module, given: nn.Module, implementation: Implement
     if given is module:
         given = object.__new__(type(module))
         given.__dict__.update(module.__dict__)
-    made = Fused(given, implementation)
+    made = Fused(given, implementation, is_part=True)
     try:
         object.__setattr__(module, "__class__", Fused)
     except TypeError as error:

@@ -383,6 +383,24 @@ def test_in_place_torch_compile_follows_parts_within_what_is_one_graph(
     assert sum(node.target is nn.functional.linear for node in graph.nodes) == (0 if first else 1)
 
 
+@pytest.mark.filterwarnings("error:fuse")
+def test_in_place_a_model_is_fused_for_calls_with_all_its_arguments() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(4, 4), nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+
+        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            y, state = self.gru(x, state)
+            return self.head(y), state
+
+    plain, x = Recurrent().double(), torch.randn(5, 2, 4).double()
+    model = copy.deepcopy(plain)
+    assert fuse(model, inplace=True) is model and type(model) is Recurrent and isinstance(model.head, RunsAsStacks)
+    for given in ((x,), (x, torch.randn(1, 2, 4).double())):
+        torch.testing.assert_close(model(*given), plain(*given))
+
+
 def test_in_place_what_cannot_become_another_class_is_refused_and_left() -> None:
     class Slotted(nn.Sequential):
         __slots__ = ("more",)
