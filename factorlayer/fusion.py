@@ -140,7 +140,7 @@ class Fused(RunsAsStacks):
         if "_piece" in self.__dict__ and name not in self.__dict__ and not hasattr(type(self), name):
             if isinstance(value, nn.Module):
                 raise AttributeError(
-                    f"fuse: {name} cannot be set afterwards: set it in the module, and fuse that again"
+                    f"fuse: {name} cannot be set afterwards: set it in the module, which is `.module`, and fuse again"
                 )
             if name not in self._parameters and name not in self._buffers:
                 return setattr(self.module, name, value)  # whose code reads it, and which notices
@@ -163,6 +163,12 @@ class Fused(RunsAsStacks):
     # Python looks for these in the class: a sequence's parts are asked for by number, by a model that has it as a part.
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
+
+    def __setitem__(self, index: Any, part: Any) -> None:
+        self.module[index] = part  # type: ignore[operator]
+
+    def __delitem__(self, index: Any) -> None:
+        del self.module[index]  # type: ignore[operator]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)  # type: ignore[call-overload, no-any-return]

@@ -383,6 +383,23 @@ def test_in_place_torch_compile_follows_parts_within_what_is_one_graph(
     assert sum(node.target is nn.functional.linear for node in graph.nodes) == (0 if first else 1)
 
 
+def test_in_place_parts_are_set_in_the_module_and_fused_again() -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.ReLU()).double()
+    model = fuse(copy.deepcopy(plain), inplace=True)
+    x, last = torch.randn(3, 4).double(), nn.Linear(6, 3).double()
+    plain[2], model[2] = last, last
+    del plain[3], model[3]
+    with pytest.warns(UserWarning, match="fuse the model again"):
+        torch.testing.assert_close(model(x), plain(x))
+    assert fuse(model, inplace=True) is model and len(model) == 3 and list(model.stacks[0].names) == ["0", "2"]
+    torch.testing.assert_close(model(x), plain(x))
+    whole = fuse(OneGraph().double(), inplace=True)
+    with pytest.raises(AttributeError, match=r"down cannot be set afterwards: .* which is `\.module`, and fuse again"):
+        whole.down = last
+    whole.module.down = last
+    assert fuse(whole, inplace=True) is whole and whole(x).shape == (3, 3) and whole.stacks[0].members[1] is last
+
+
 @pytest.mark.filterwarnings("error:fuse")
 def test_in_place_a_model_is_fused_for_calls_with_all_its_arguments() -> None:
     class Recurrent(nn.Module):
