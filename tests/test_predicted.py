@@ -36,7 +36,7 @@ from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
 from factorlayer.models.times import plan_us
 from factorlayer.plan.cuts import modes_of, works_of
-from factorlayer.plan.library import Product, calls, contracted_us
+from factorlayer.plan.library import Product, Sum, Ways, calls, contracted_us
 from factorlayer.plan.plan import ASKED, PlanError
 from factorlayer.plan.planner import (
     LEAST_ROWS,
@@ -57,7 +57,7 @@ TEXT = "untied 0 64 88 384 1; untied 1 1 384 64 64"
 
 def chains(workload: object) -> list[Chain]:
     if not isinstance(workload, Block):
-        return [Chain.of(workload.spec, False, "identity")]  # type: ignore[attr-defined]
+        return [Chain.of(workload.spec, workload.bias, "identity")]  # type: ignore[attr-defined]
     pairs = list(itertools.pairwise(workload.widths))
     names = [*[workload.activation] * (len(pairs) - 1), "identity"]
     specs = [LayerSpec("kronecker", (p,), (q,)) for p, q in pairs]
@@ -65,24 +65,45 @@ def chains(workload: object) -> list[Chain]:
 
 
 def ratios(seed: int, training: bool) -> Iterator[float]:
-    """Predicted over measured time of the batched implementation, of each row of a sweep."""
+    """Predicted over measured time of the batched implementation, of each row of a sweep whose layers had no biases."""
     sweep = json.loads((FOLDER / "earlier" / f"cuda-{seed}.json").read_text())
     rows = {row["workload"]: row["times"].get("v2", {}) for row in sweep["rows"]}
     for workload, dtype in drawn(seed, len(rows), "cuda", ALL_DTYPES):
         measured = rows[workload.name].get("forward_backward" if training else "forward")
         if measured:
             gpu = Gpu(*LIMITS, MEMORY[seed])
-            us = sum(contracted_us(chain, dtype, workload.batch, gpu, training) for chain in chains(workload))
+            layers = [replace(c, bias=c.bias and isinstance(workload, Block)) for c in chains(workload)]
+            us = sum(contracted_us(chain, dtype, workload.batch, gpu, training) for chain in layers)
             yield us / measured["us"]
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("seed", "share"), [(4711, 0.7), (7001, 0.6)], ids=["fitted to", "another GPU and other rows"])
+@pytest.mark.parametrize(("seed", "share"), [(4711, 0.8), (7001, 0.78)], ids=["an H200", "an H100"])
 def test_pytorchs_times_are_predicted(seed: int, share: float, training: bool) -> None:
+    """Of rows that nothing was fitted to."""
     found = list(ratios(seed, training))
     assert len(found) >= 100
     assert sum(1 / 1.3 < ratio < 1.3 for ratio in found) / len(found) >= share
     assert 0.85 < math.exp(sum(map(math.log, found)) / len(found)) < 1.15
+
+
+@pytest.mark.parametrize(("training", "most"), [(False, 11), (True, 3)])
+def test_auto_would_take_what_was_measured_to_be_faster(training: bool, most: int) -> None:
+    """If it knew what the fused kernels take, so that PyTorch's operations alone are predicted: of drawn rows on an
+    H200 that nothing was fitted to, `most` of these choices take 1.04 times as long as the other or more. Before sums
+    of rows, products with a bias and those of few entries were told apart, 14 and 7 did, up to 3.7 times as long."""
+    losses, name = [], "forward_backward" if training else "forward"
+    for seed in (321401, 611301, 611302):
+        rows = json.loads((FOLDER / "sweeps" / f"cuda-{seed}.json").read_text())["rows"]
+        layers = drawn(seed, 1 + max(row["index"] for row in rows), "cuda", ALL_DTYPES)
+        for row in rows:
+            workload, dtype = layers[row["index"]]
+            asked = dtype, workload.batch, Gpu(*LIMITS, MEMORY[605551]), training
+            batched = sum(Ways.of(chain, *asked).us for chain in chains(workload))
+            us = {way: row["times"][way][name]["us"] for way in ("v3", "v2")}
+            losses.append(us["v2" if batched < us["v3"] else "v3"] / min(us.values()))
+    assert len(losses) == 403 and sum(loss > 1.04 for loss in losses) <= most
+    assert max(losses) < 1.3 and sum(map(math.log, losses)) / len(losses) < 0.004
 
 
 @pytest.mark.parametrize("seed", MEMORY)
@@ -114,6 +135,20 @@ def test_large_products_run_at_the_rate_of_the_library(dtype: str, least: float,
     chain = Chain.of(LayerSpec("kronecker", (8192,), (8192,)), False, "identity")
     us = contracted_us(chain, dtype, 8192, Gpu(*LIMITS), training=False)
     assert least < chain.forward_flops(8192) / us / 1e6 < most
+
+
+def test_a_bias_costs_what_cublas_takes_for_it() -> None:
+    """Large products of doubles run at half the rate, and small ones of floats take several times as long, as measured:
+    299 rows of 61 > 17 took 14.8 us on an H200, 294 of 25 > 25 without a bias 6.2."""
+    large, small = ((2048, 2048, 2048), "float64"), ((299, 17, 61), "float32")
+    for (sizes, dtype), least, most in ((large, 1.8, 2.2), (small, 2.0, 3.5)):
+        plain, biased = (Product(1, *sizes, sizes[1:], False, bias=bias).us(dtype, Gpu(*LIMITS)) for bias in (0, 1))
+        assert least < biased / plain < most
+
+
+def test_a_sum_of_rows_waits_for_each_of_the_first_ones() -> None:
+    us = [Sum(rows, 64).us("bfloat16", Gpu(*LIMITS)) for rows in (1, 32, 128, 1024, 1 << 20)]
+    assert us == sorted(us) and us[2] > 2.5 * us[0] and us[3] < 1.5 * us[2] and us[4] > 10 * us[3]
 
 
 def test_rows_that_16_bytes_do_not_divide_take_longer_in_double_too() -> None:
@@ -197,11 +232,14 @@ def test_all_samples_that_round_up_alike_have_one_choice(answers: dict[int, str]
 def test_pytorch_takes_longer_for_odd_numbers_of_samples(answers: dict[int, str]) -> None:
     """Of a Monarch layer whose state has rows that 16 bytes do not divide either: 571 us of the batched implementation
     were measured on an H100 with 13,053 samples, and 446 of ours."""
-    text = Chain.of(LayerSpec("monarch", (17, 192), (192, 17), 11), False, "identity").text
+    chain = Chain.of(LayerSpec("monarch", (17, 192), (192, 17), 11), False, "identity")
     answers[LAST] = same(446.0, LAST)
-    asked = [predicted.predicted(text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
+    asked = [predicted.predicted(chain.text, torch.float16, 0, batch, False) for batch in (13_053, 13_056)]
     assert [found.implementation for found in asked] == ["fused", "batched"]
-    assert asked[0].batched_us > 571 / 1.3 > 1.1 * asked[1].batched_us
+    odd, even = (
+        contracted_us(chain, "float16", batch, Gpu(*LIMITS, MEMORY[7001]), False) for batch in (13_053, 13_056)
+    )
+    assert 571 / 1.3 < odd < 571 * 1.3 and odd > 1.1 * even
 
 
 def test_a_matrix_is_multiplied_out_where_its_structure_saves_little(answers: dict[int, str]) -> None:
@@ -435,7 +473,8 @@ def test_layers_that_are_alike_are_counted_each(monkeypatch: pytest.MonkeyPatch)
 def test_layers_are_joined_where_it_is_predicted_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (layer_ops, predicted):
         monkeypatch.setattr(module, "gpu_limits", lambda _: (90, 132, 232448, 0))
-    layers = {n: f"tied 0 1 {n} {n} 1; bias; tanh" for n in (80, 900)}
+    # With a bias PyTorch's large products of doubles take twice as long.
+    layers = {80: "tied 0 1 80 80 1; bias; tanh", 900: "tied 0 1 900 900 1; tanh"}
     predicted._predicted_stack.cache_clear()
     predicted._predicted.cache_clear()
     for n, faster in ((80, True), (900, False)):

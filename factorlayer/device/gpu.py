@@ -4,6 +4,7 @@ no GPU needed."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from factorlayer.device.kept import kept
 from factorlayer.device.table import DTYPES, L2_OVER_MEMORY, Rates, Table, of
@@ -17,25 +18,56 @@ LIMITS = {80: (166912, 108), 86: (101376, 84), 89: (101376, 128), 90: (232448, 1
 LIMITS[120] = (101376, 170)
 
 
+class Unit(NamedTuple):
+    """How fast matrix products of one kind are."""
+
+    flops: float  # of a multiprocessor
+    step_us: float  # of 32 summands, one behind another
+    block_us: float  # until a block's first step, and behind its last one,
+    batched_us: float  # and where one call makes many products
+
+
 @dataclass(frozen=True)
 class Library:
-    """How fast PyTorch's operations are inside a CUDA graph. Rates of whole products are those of cuBLAS on an H200,
-    measured; all else is fitted to the times of the batched implementation and of dense layers in drawn rows on it: 550
-    of cuda-4711, cuda-914027 and cuda-271833, and for doubles those of cuda-281109, cuda-291107, cuda-291163,
-    cuda-390481 and cuda-704233, all in benches/results/earlier. Names of units are those of plan/library.py."""
+    """How fast PyTorch's operations are inside a CUDA graph, on an H200. Rates of whole products by 16 bytes are those
+    of cuBLAS, measured; all else is fitted to 8148 times of the batched implementation and 2878 of dense layers,
+    forward and trained, in the drawn rows of cuda-2918*, cuda-3011*, cuda-3012* and cuda-3113* in
+    benches/results/earlier: least squares of logarithms. Names of units are those of plan/library.py."""
 
     kernel_us: float  # from one operation to the next
     product_us: float  # that a matrix product takes beside it,
-    split_us: float  # and where it is split along what is summed
-    sum_us: float
+    split_us: float  # where it is split along what is summed,
+    vector_us: float  # and of a matrix and a vector
+    row_us: float  # of each row of a sum of rows,
+    summed_rows: int  # up to so many, which one thread adds one by one,
+    summed: float  # and elements that a multiprocessor adds in a microsecond
     pointwise_bytes: float  # that a multiprocessor moves in operations: element by element,
     turned_bytes: float  # to other places,
     product_bytes: float  # in products,
-    odd_bytes: float  # where rows of less than doubles are no multiples of 16 bytes; of all, as much as memory moves
-    flops: dict[str, float]  # of products, of a multiprocessor, by units
-    step_us: dict[str, float]  # of 32 summands, one behind another, by units
-    block_us: dict[str, float]  # until a block's first step, and behind its last one
-    added_us: dict[str, float]  # of a bias
+    odd_bytes: float  # where rows of less than doubles are no multiples of 16 bytes,
+    vector_bytes: float  # and of a matrix and a vector; of all, as much as memory moves
+    bias_share: float  # of the bytes that a product makes, what a bias adds to them where rows are no whole lines,
+    added_us: dict[str, float]  # and to its time anyway
+    few_us: dict[str, float]  # that products with few entries take beside others, by units
+    units: dict[str, Unit]
+
+
+UNITS = {
+    "float64": Unit(0.44e6, 0.15, 0.05, 0.79),
+    "float64 by 8": Unit(0.231e6, 0.17, 0.29, 0.62),  # rows that 16 bytes do not divide, loaded by 8
+    "float64 with bias": Unit(0.209e6, 0.1, 0.26, 0.26),
+    "float32": Unit(0.34e6, 0.42, 0.95, 0.29),
+    "float32 with bias": Unit(0.157e6, 0.86, 7.0, 7.0),
+    "tf32": Unit(3e6, 0.1, 1.58, 0.78),
+    "tf32 turned": Unit(1.98e6, 0.17, 1.59, 1.31),
+    "tf32 by 4": Unit(0.74e6, 0.25, 0.87, 0.62),
+    "bfloat16": Unit(5.5e6, 0.007, 0.05, 2.18),
+    "bfloat16 by 4": Unit(1.05e6, 0.21, 0.45, 0.27),
+    "bfloat16 by 2": Unit(0.55e6, 0.33, 1.25, 1.18),
+    "float16": Unit(5.5e6, 0.007, 0.05, 2.0),
+    "float16 by 4": Unit(1.21e6, 0.19, 0.05, 0.34),
+    "float16 by 2": Unit(0.54e6, 0.23, 0.28, 0.67),
+}
 
 
 @dataclass(frozen=True)
@@ -126,27 +158,23 @@ class Gpu:
     def library(self) -> Library:
         """PyTorch's operations on it: an H200's, with the rates of products scaled."""
         scale = {dtype: self.flops[dtype] / Gpu.of(90).flops[dtype] for dtype in DTYPES}
-        flops = {"float64": 0.44e6, "float32": 0.34e6, "tf32": 3e6, "bfloat16": 5.5e6, "float16": 5.5e6}
-        step_us = {"float64": 0.179, "float32": 0.615, "tf32": 0.132, "bfloat16": 0.007, "float16": 0.007}
-        # Of rows that 16 bytes do not divide, and what is loaded at once
-        flops["float64 by 8"], step_us["float64 by 8"] = 0.236e6, 0.17
-        flops["tf32 by 4"], step_us["tf32 by 4"] = 0.67e6, 0.31
-        for dtype in ("bfloat16", "float16"):
-            flops[f"{dtype} by 4"], step_us[f"{dtype} by 4"] = 1.45e6, 0.18
-            flops[f"{dtype} by 2"], step_us[f"{dtype} by 2"] = 0.68e6, 0.33
         typical = self.l2_bytes / L2_OVER_MEMORY  # L2 holds most of what operations hand on, whatever is behind it
-        pointwise_bytes, turned_bytes = (min(share * typical, self.memory_bytes) for share in (0.61, 0.29))
+        pointwise_bytes, turned_bytes = (min(share * typical, self.memory_bytes) for share in (0.72, 0.29))
         return Library(
-            kernel_us=1.73,
-            product_us=0.3,
-            split_us=4.7,
-            sum_us=2.2,
+            kernel_us=1.78,
+            product_us=0.93,
+            split_us=4.8,
+            vector_us=0.5,
+            row_us=0.046,
+            summed_rows=156,
+            summed=4000,
             pointwise_bytes=pointwise_bytes,
             turned_bytes=turned_bytes,
-            product_bytes=0.62 * self.memory_bytes,
-            odd_bytes=0.35 * self.memory_bytes,
-            flops={unit: rate * scale[unit.split(" ")[0]] for unit, rate in flops.items()},
-            step_us=step_us,
-            block_us={"float64": 0.9, "float32": 0.78, "tf32": 1.36, "bfloat16": 1.2, "float16": 1.2},
-            added_us={"float64": 1.3, "float32": 0.85, "tf32": 0.49, "bfloat16": 0.31, "float16": 0.31},
+            product_bytes=0.63 * self.memory_bytes,
+            odd_bytes=0.34 * self.memory_bytes,
+            vector_bytes=0.67 * self.memory_bytes,
+            bias_share=0.68,
+            added_us={"float64": 0.7, "float32": 0.0, "tf32": 0.13, "bfloat16": 0.44, "float16": 0.39},
+            few_us={"float64 by 8": 11.8, "float64 with bias": 3.9},
+            units={name: unit._replace(flops=unit.flops * scale[name.split(" ")[0]]) for name, unit in UNITS.items()},
         )

@@ -28,13 +28,19 @@ SPLITS = (1, 2, 4, 8, 16, 32)  # parts of the sum
 LEAST_STEPS = 4  # of a part
 MOST_WAVES = 2  # blocks of a multiprocessor, where the sum is split
 WHOLE = 16  # bytes that are loaded at once, where rows allow it
+LINE = 128  # bytes
+IN_PAIRS = ("tf32", "tf32 turned", "bfloat16", "float16")  # two blocks share one operand
+# Products on the way there that cuBLAS takes slow kernels for, if they have LEAST_ROWS: those of few entries and
+# summands, and of floats with a bias those of few rows, too
+FEW_ENTRIES, FEW_SUMMANDS, FEW_ROWS, LEAST_ROWS = 24 << 10, 512, 512, 17
 IN_TWO = ("relu_squared",)  # activations that are two operations
 
 
 @dataclass(frozen=True)
 class Product:
     """`count` times [m, k] by [k, n]: at one call if it is `batched`, which no part of the sum is split for. `runs` are
-    numbers that lie side by side in the three matrices."""
+    numbers that lie side by side in the three matrices; of `turned` ones of the two that are multiplied, these are no
+    neighbours in the sum. A `bias` may be added."""
 
     count: int
     m: int
@@ -42,9 +48,16 @@ class Product:
     k: int
     runs: tuple[int, ...]
     batched: bool = True
+    turned: int = 0
+    bias: bool = False
 
     def us(self, dtype: str, gpu: Gpu) -> float:
         return _product_us(self, dtype, gpu)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether one call makes several."""
+        return self.batched and self.count > 1
 
     def access(self, dtype: str) -> int:
         """Bytes that are loaded and stored at once."""
@@ -53,36 +66,60 @@ class Product:
 
 @functools.lru_cache(4096)
 def _product_us(product: Product, dtype: str, gpu: Gpu) -> float:
-    """The fastest way: multiprocessors take turns at blocks, which wait for each step of the sum, or multiply, or read
-    L2, whatever takes longest."""
+    """A matrix and a vector wait for memory. Of others it is the fastest way: multiprocessors take turns at blocks,
+    which wait for each step of the sum, or multiply, or read L2, whatever takes longest."""
     rates, size, p = gpu.library, ELEMENT_BYTES[dtype], product
-    access = p.access(dtype)
-    unit = unit_of(dtype, access)
-    in_pairs = gpu.clusters and unit in ("tf32", "bfloat16", "float16")  # two blocks share one operand
-    moved = p.count * (p.m * p.k + p.k * p.n + p.m * p.n) * size
-    small = unit != dtype and size < 8  # pieces that are less than a double
-    memory = moved / (gpu.sms * (rates.odd_bytes if small else rates.product_bytes))
+    unit, is_vector = unit_of(p, dtype), min(p.m, p.n) == 1 and not p.is_batch
+    is_narrow = size < 8 and " by " in unit  # loaded in pieces that are less than a double
+    more = rates.bias_share if p.bias and p.n * size % LINE else 0.0
+    moved = p.count * (p.m * p.k + p.k * p.n + p.m * p.n * (1 + more)) * size
+    each = rates.vector_bytes if is_vector else rates.odd_bytes if is_narrow else rates.product_bytes
+    memory = moved / (gpu.sms * each)
+    us = rates.kernel_us + rates.product_us + (rates.added_us[dtype] if p.bias else 0.0)
+    if is_vector:
+        return us + rates.vector_us + memory
+    if _are_few(p) and p.k < FEW_SUMMANDS:
+        us += rates.few_us.get(unit, 0.0)
+    return us + max(memory, _blocks_us(p, unit, dtype, gpu))
+
+
+def _blocks_us(p: Product, unit: str, dtype: str, gpu: Gpu) -> float:
+    rates, how, size = gpu.library, gpu.library.units[unit], ELEMENT_BYTES[dtype]
+    in_pairs = gpu.clusters and unit in IN_PAIRS
     steps, way = -(-p.k // STEP), math.inf
     for rows, columns in TILES:
         read = rows + columns / (2 if in_pairs else 1)
-        step = max(2 * rows * columns * STEP / rates.flops[unit], read * STEP * size / gpu.l2_bytes)
+        step = max(2 * rows * columns * STEP / how.flops, read * STEP * size / gpu.l2_bytes)
         tiles = p.count * -(-p.m // rows) * -(-p.n // columns)
         together = min(MOST_BLOCKS, SUMS // (rows * columns))
-        for split in SPLITS[:1] if p.batched else SPLITS:
+        for split in SPLITS[:1] if p.is_batch else SPLITS:
             if split > 1 and (steps < LEAST_STEPS * split or tiles * split > MOST_WAVES * gpu.sms):
                 break
             blocks, each = -(-tiles * split // gpu.sms), -(-steps // split)
             turns = -(-blocks // together)
-            us = max(blocks * each * step, turns * each * rates.step_us[unit]) + turns * rates.block_us[dtype]
+            us = max(blocks * each * step, turns * each * how.step_us)
+            us += turns * (how.batched_us if p.is_batch else how.block_us)
             way = min(way, us + (rates.split_us if split > 1 else 0.0))
-    return rates.kernel_us + rates.product_us + max(memory, way)
+    return way
 
 
-def unit_of(dtype: str, access: int) -> str:
-    """The name that rates of products have: of floats they do not depend on how operands are loaded."""
-    if access == WHOLE or dtype == "float32":
-        return dtype
-    return f"{dtype} by {min(access, max(4, ELEMENT_BYTES[dtype]))}"
+def _are_few(p: Product) -> bool:
+    """Whether a product on the way there has few entries, and not few rows."""
+    return not p.batched and not p.turned and p.m >= LEAST_ROWS and p.m * p.n <= FEW_ENTRIES
+
+
+def unit_of(product: Product, dtype: str) -> str:
+    """The name that a product's rates have. Of floats they do not depend on how operands are loaded, but on a bias, of
+    doubles on both; and of tf32, whose matrix instructions take no turned operands, on these."""
+    access = product.access(dtype)
+    if dtype == "float64" and product.bias:
+        return "float64 with bias"
+    if dtype == "float32":
+        slow = product.bias and product.m >= LEAST_ROWS and (product.m <= FEW_ROWS or _are_few(product))
+        return "float32 with bias" if slow else dtype
+    if access < WHOLE:
+        return f"{dtype} by {min(access, max(4, ELEMENT_BYTES[dtype]))}"
+    return "tf32 turned" if dtype == "tf32" and product.turned else dtype
 
 
 @dataclass(frozen=True)
@@ -100,23 +137,19 @@ class Pointwise:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of so many elements, down to one row."""
+    """The sum of so many rows, down to one."""
 
-    elements: int
-
-    def us(self, dtype: str, gpu: Gpu) -> float:
-        return gpu.library.sum_us + Pointwise(self.elements).us(dtype, gpu)
-
-
-@dataclass(frozen=True)
-class Added:
-    """What a bias takes beside the product that it is added to."""
+    rows: int
+    columns: int
 
     def us(self, dtype: str, gpu: Gpu) -> float:
-        return gpu.library.added_us[dtype]
+        rates, elements = gpu.library, self.rows * self.columns
+        memory = elements * ELEMENT_BYTES[dtype] / rates.pointwise_bytes
+        us = max(memory, elements / rates.summed) / gpu.sms
+        return rates.kernel_us + rates.row_us * min(self.rows, rates.summed_rows) + us
 
 
-Call = Product | Pointwise | Sum | Added
+Call = Product | Pointwise | Sum
 
 
 def contracted_us(chain: Chain, dtype: str, batch: int, gpu: Gpu, training: bool) -> float:
@@ -184,12 +217,12 @@ def multiplied_calls(chain: Chain, batch: int, training: bool) -> Iterator[Call]
     yield from moved
     for product, elements in matrices:
         yield from (product, Pointwise(2 * elements, turns=True))
-    yield Product(1, batch, features[1], features[0], features, batched=False)
+    yield Product(1, batch, features[1], features[0], features, batched=False, bias=chain.bias)
     yield from _finish(chain, batch, training, is_dense=True)
     if not training:
         return
-    yield Product(1, features[1], features[0], batch, features, batched=False)
-    yield Product(1, batch, features[0], features[1], features, batched=False)
+    yield Product(1, features[1], features[0], batch, features, batched=False, turned=2)
+    yield Product(1, batch, features[0], features[1], features, batched=False, turned=1)
     for product, elements in matrices:
         yield Pointwise(2 * elements, turns=True)
         yield replace(product, n=product.k, k=product.n)
@@ -203,7 +236,7 @@ def _matrices(chain: Chain) -> Iterator[tuple[Product, int]]:
         first, second = chain.contractions
         groups = first.outer * second.inner
         rank = first.q // second.inner
-        yield Product(groups, second.q, first.p, rank, (rank, first.p)), groups * second.q * first.p
+        yield Product(groups, second.q, first.p, rank, (rank, first.p), turned=1), groups * second.q * first.p
         return
     entries, *others = (c.p * c.q for c in _by_weight(chain))
     for i, size in enumerate(others):
@@ -218,17 +251,17 @@ def _finish(chain: Chain, batch: int, training: bool, is_dense: bool) -> Iterato
     y = batch * chain.out_features
     pointwise = 2 if chain.activation in IN_TWO else 0 if chain.activation == "identity" else 1
     pointwise += chain.activation.count(",")  # of a program, each step
-    if chain.bias:
-        yield Added() if is_dense else Pointwise(2 * y)
+    if chain.bias and not is_dense:  # which adds it to its product
+        yield Pointwise(2 * y)
     yield from (Pointwise(2 * y) for _ in range(pointwise))
     if training:
         yield from (Pointwise(3 * y) for _ in range(pointwise))
         if chain.bias:
-            yield Sum(y)
+            yield Sum(batch, chain.out_features)
 
 
 def _is_flat(chain: Chain) -> bool:
-    return all(c.tied and max(c.p, c.q) <= LARGEST_FLAT for c in chain.contractions)
+    return not chain.is_dense and all(c.tied and max(c.p, c.q) <= LARGEST_FLAT for c in chain.contractions)
 
 
 def _by_weight(chain: Chain) -> list[Contraction]:
@@ -241,7 +274,7 @@ def _flat(chain: Chain, batch: int) -> Iterator[Call]:
         rest = features // c.p
         if rest > 1 and not number:
             yield Pointwise(2 * batch * features, turns=True)
-        yield Product(1, c.q, rest * batch, c.p, (c.p, rest * batch), batched=False)
+        yield Product(1, c.q, rest * batch, c.p, (c.p, rest * batch), batched=False, turned=1)
         features = rest * c.q
         if rest > 1:
             yield Pointwise(2 * batch * features)
@@ -253,7 +286,7 @@ def _flat_back(chain: Chain, batch: int) -> Iterator[Call]:
         rest = features // c.p
         runs = c.p, rest * batch
         yield Product(1, c.q, c.p, rest * batch, runs, batched=False)
-        yield Product(1, c.p, rest * batch, c.q, runs, batched=False)
+        yield Product(1, c.p, rest * batch, c.q, runs, batched=False, turned=2)
         if rest > 1:
             yield Pointwise(2 * batch * features, turns=not number)
             yield Pointwise(2 * batch * rest * c.q)
@@ -267,38 +300,39 @@ def _forward(chain: Chain, batch: int) -> Iterator[Call]:
             if not in_order:
                 yield Pointwise(2 * batch * c.outer * c.p * c.inner, turns=True)
             in_order = True
-            yield _product(c, batch)
+            yield _product(c, batch, chain.bias and chain.is_dense)
         else:
             groups = c.outer * c.inner
             if c.inner == 1:
-                yield Product(groups, c.q, batch, c.p, (c.p, batch))
+                yield Product(groups, c.q, batch, c.p, (c.p, batch), turned=not in_order)
             else:  # samples lie side by side in what an untied contraction has made
-                yield Product(groups, batch, c.q, c.p, (c.p, c.q) if in_order else (batch, c.p, c.q))
+                runs = (c.p, c.q) if in_order else (batch, c.p, c.q)
+                yield Product(groups, batch, c.q, c.p, runs, turned=not in_order)
             in_order = False
     if not in_order:
         yield Pointwise(2 * batch * chain.out_features, turns=True)
 
 
-def _product(c: Contraction, batch: int) -> Product:
+def _product(c: Contraction, batch: int, bias: bool) -> Product:
     if c.inner == 1:
-        return Product(1, batch * c.outer, c.q, c.p, (c.p, c.q), batched=False)
-    return Product(batch * c.outer, c.q, c.inner, c.p, (c.p, c.inner))
+        return Product(1, batch * c.outer, c.q, c.p, (c.p, c.q), batched=False, bias=bias)
+    return Product(batch * c.outer, c.q, c.inner, c.p, (c.p, c.inner), turned=1)
 
 
 def _back(chain: Chain, batch: int) -> Iterator[Call]:
     for c in chain.contractions:
         samples, groups = batch * c.outer, c.outer * c.inner
         if c.tied and c.inner == 1:
-            yield Product(1, c.p, c.q, samples, (c.p, c.q), batched=False)
-            yield Product(1, samples, c.p, c.q, (c.p, c.q), batched=False)
+            yield Product(1, c.p, c.q, samples, (c.p, c.q), batched=False, turned=2)
+            yield Product(1, samples, c.p, c.q, (c.p, c.q), batched=False, turned=1)
         elif c.tied:  # a weight's gradient for each sample, then their sum
             yield Product(samples, c.q, c.p, c.inner, (c.p, c.inner))
-            yield Sum(samples * c.q * c.p)
-            yield Product(samples, c.p, c.inner, c.q, (c.p, c.inner))
+            yield Sum(samples, c.q * c.p)
+            yield Product(samples, c.p, c.inner, c.q, (c.p, c.inner), turned=2)
         else:
             behind = c.p if c.inner == 1 else c.q
-            yield Product(groups, c.q, c.p, batch, (batch, behind))
-            yield Product(groups, c.p, batch, c.q, (c.p, batch if c.inner == 1 else c.q))
+            yield Product(groups, c.q, c.p, batch, (batch, behind), turned=2)
+            yield Product(groups, c.p, batch, c.q, (c.p, batch if c.inner == 1 else c.q), turned=1)
             yield Pointwise(2 * batch * c.outer * c.p * c.inner, turns=True)
     if not chain.contractions[-1].tied:
         yield Pointwise(2 * batch * chain.out_features, turns=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.maths.recurrence import GATES
-from factorlayer.plan.library import Added, Call, Pointwise, Product, Sum
+from factorlayer.plan.library import Call, Pointwise, Product, Sum
 
 # Features of a state up to which cuDNN has one kernel for all steps, as PyTorch asks for it, but for packed sequences:
 # use_rnn_persist_small_h in its ATen/native/cudnn/RNN.cpp, and profiles of an H100, in which states of 192 take others
@@ -95,14 +95,19 @@ class RowsProduct(Product):
     samples: int = 0
 
 
-def product(rows: int, columns: int, summed: int) -> RowsProduct:
-    text = f"tied 0 1 {summed} {columns} 1"
-    return RowsProduct(1, rows, columns, summed, (columns, summed), batched=False, text=text, samples=rows)
+def product(rows: int, columns: int, summed: int, bias: bool = False) -> RowsProduct:
+    runs, text = (columns, summed), f"tied 0 1 {summed} {columns} 1"
+    return RowsProduct(1, rows, columns, summed, runs, batched=False, bias=bias, text=text, samples=rows)
+
+
+def back(rows: int, columns: int, summed: int) -> RowsProduct:
+    """The same with a matrix that lies the other way round."""
+    return replace(product(rows, columns, summed), turned=1)
 
 
 def gradient(q: int, p: int, rows: int) -> RowsProduct:
     text = f"tied 0 1 {p} {q} 1; gradient"
-    return RowsProduct(1, q, p, rows, (p, rows), batched=False, text=text, samples=rows)
+    return RowsProduct(1, q, p, rows, (q, p), batched=False, turned=2, text=text, samples=rows)
 
 
 def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
@@ -111,9 +116,9 @@ def around(unit: Unit, given: Sequences, training: bool) -> Iterator[Call]:
     yield Pointwise(given.sequences * h)  # initial states
     yield Pointwise(2 * cells * given.sequences * h)  # states behind the last steps
     for features in unit.features:
-        yield product(rows, GATES * h, features)
+        yield product(rows, GATES * h, features, unit.bias)
         if unit.bias:
-            yield from (Pointwise(2 * GATES * h), Pointwise(3 * 2 * h), Added())
+            yield from (Pointwise(2 * GATES * h), Pointwise(3 * 2 * h))
         if training:
             yield from _around_back(unit, features, rows)
 
@@ -123,13 +128,13 @@ def _around_back(unit: Unit, features: int, rows: int) -> Iterator[Call]:
     yield Pointwise(2 * rows * h)  # states before steps
     yield product(rows, GATES * h, h)
     yield from (gradient(2 * h, h, rows), gradient(h, h, rows))
-    yield from (gradient(GATES * h, features, rows), product(rows, features, GATES * h))
+    yield from (gradient(GATES * h, features, rows), back(rows, features, GATES * h))
     if unit.bias:
         yield from (of_rows(rows, h), of_rows(rows, GATES * h), Pointwise(2 * GATES * h))
 
 
 def of_rows(rows: int, columns: int) -> RowsSum:
-    return RowsSum(rows * columns, text=f"sums {columns}", samples=rows)
+    return RowsSum(rows, columns, text=f"sums {columns}", samples=rows)
 
 
 def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> float:
@@ -145,12 +150,12 @@ def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: boo
         beside = 1.0 if small or i == 0 else FURTHER_LAYER
         us += product(rows, GATES * h, features).us(computed, gpu) + start_us + beside * given.steps * step_us
         if training:
-            of_x = product(rows, features, GATES * h).us(computed, gpu)
+            of_x = back(rows, features, GATES * h).us(computed, gpu)
             of_weights = [gradient(GATES * h, each, rows).us(computed, gpu) for each in (features, h)]
             of_steps = start_back_us + beside * given.steps * step_back_us
             if small:
                 us += of_steps + of_x
-                of_biases = of_rows(2 * rows, GATES * h).us(dtype, gpu) if unit.bias else 0.0
+                of_biases = of_rows(rows, 2 * GATES * h).us(dtype, gpu) if unit.bias else 0.0
                 last = max(last, *of_weights, of_biases)
             else:
                 # Of a layer behind another, biases are summed while the steps of that one go back.
@@ -161,19 +166,17 @@ def op_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: boo
 
 def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: bool, gpu: Gpu) -> tuple[float, float]:
     """The microseconds of a step, forward and back."""
-    h, together = unit.hidden, given.together
+    h, together = unit.hidden, max(2, given.together)  # of one sequence, too, cuDNN makes products of matrices
     computed = "tf32" if dtype == "float32" and in_tf32 else dtype
     found = []
-    for back in (False, True):
+    for goes_back in (False, True):
         if is_small(unit, dtype, given):
-            multiplied = 2 * together * GATES * h * h / (gpu.library.flops[computed] * gpu.sms)
-            found.append(max((SMALL_BACK_US if back else SMALL_US)[1], multiplied))
+            multiplied = 2 * together * GATES * h * h / (gpu.library.units[computed].flops * gpu.sms)
+            found.append(max((SMALL_BACK_US if goes_back else SMALL_US)[1], multiplied))
             continue
-        moved = OF_GATES_BACK if back else OF_GATES + KEPT * training
-        made = product(together, h, GATES * h) if back else product(together, GATES * h, h)
-        if computed == "tf32":  # cuDNN takes no kernels that split the sum
-            made = replace(made, batched=True)
-        further = TF32_BACK_US if computed == "tf32" and back else 0.0
+        moved = OF_GATES_BACK if goes_back else OF_GATES + KEPT * training
+        made = back(together, h, GATES * h) if goes_back else product(together, GATES * h, h)
+        further = TF32_BACK_US if computed == "tf32" and goes_back else 0.0
         found.append(made.us(computed, gpu) + Pointwise(moved * together * h).us(dtype, gpu) + further)
     forward, back_us = found
     return forward, back_us
