@@ -34,7 +34,7 @@ from factorlayer.kernels.timing import Fastest, predict, waits_of
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec
-from factorlayer.models.times import plan_us
+from factorlayer.models.times import _fused_us, plan_us
 from factorlayer.plan.cuts import modes_of, works_of
 from factorlayer.plan.library import Product, Sum, Ways, calls, contracted_us
 from factorlayer.plan.plan import ASKED, PlanError
@@ -340,6 +340,18 @@ def test_a_streamed_pass_starts_behind_another_and_waits(
     product, *others = products(Chain.of(LayerSpec("kronecker", (p,), (q,)), False, "identity"), dtype)
     gpu = Gpu(*LIMITS, MEMORY[605551])
     assert not others and tile(product, BATCHES[samples > 64], gpu).us_of(samples) == pytest.approx(measured, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "dtype", "samples", "measured"),
+    [(24, 16, "float64", 1, 5.49), (62, 62, "float64", 2, 6.71), (6, 6, "float16", 85, 7.17)],
+)
+def test_a_gradient_that_one_block_makes_waits_for_no_second_kernel(
+    p: int, q: int, dtype: str, samples: int, measured: float
+) -> None:
+    """Microseconds of a training step, drawn rows on an H200."""
+    text = Chain.of(LayerSpec("kronecker", (p,), (q,)), False, "identity").text
+    assert _fused_us(text, dtype, samples, Gpu(*LIMITS, MEMORY[605551]), True) == pytest.approx(measured, rel=0.3)
 
 
 @pytest.mark.long
