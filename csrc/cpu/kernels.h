@@ -19,48 +19,40 @@
 #include "recurrent/recurrent_backward.h"
 #include "recurrent/decode.h"
 
-template <class F> auto with_types(DType dtype, F&& f) {
+// f(how the tensors of a dtype hold what is computed in)
+template <class F> void with_held(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::float64: return f(double(), double());
-    case DType::float32: return f(float(), float());
-    case DType::bfloat16: return f(float(), BFloat16());
-    default: return f(float(), Float16());
+    case DType::float64: return f(Held<double>::as<double>());
+    case DType::float32: return f(Held<float>::as<float>());
+    case DType::bfloat16: return f(Held<float>::as<BFloat16>());
+    default: return f(Held<float>::as<Float16>());
   }
 }
 
 void forward(const Problem& problem, void* y, int threads, const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) {
-    run_forward(problem, Held<decltype(t)>::template as<decltype(s)>(), y, threads, parallel);
-  });
+  with_held(problem.dtype, [&](auto held) { run_forward(problem, held, y, threads, parallel); });
 }
 
 void backward(const Problem& problem, const void* grad_y, const std::vector<void*>& gradients, int threads,
               const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) {
-    using T = decltype(t);
-    Backward<T>(problem, Held<T>::template as<decltype(s)>(), grad_y, gradients, threads).run(parallel);
-  });
+  with_held(problem.dtype, [&](auto held) { Backward(problem, held, grad_y, gradients, threads).run(parallel); });
 }
 
 void recurrence(const Recurrent& problem, void* output, int threads, const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) {
-    RecurrentForward<decltype(t), decltype(s)>(problem, output, threads).run(parallel);
-  });
+  with_held(problem.dtype, [&](auto held) { RecurrentForward(problem, held, output, threads).run(parallel); });
 }
 
 void recurrence_backward(const Recurrent& problem, const RecurrentGradients& gradients, int threads,
                          const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) {
-    RecurrentBackward<decltype(t), decltype(s)>(problem, gradients, threads).run(parallel);
-  });
+  with_held(problem.dtype, [&](auto held) { RecurrentBackward(problem, held, gradients, threads).run(parallel); });
 }
 
 void decode(const Decode& problem, const Decoded& made, int threads, const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) { DecodeStep<decltype(t), decltype(s)>(problem, made, threads).run(parallel); });
+  with_held(problem.dtype, [&](auto held) { DecodeStep(problem, held, made, threads).run(parallel); });
 }
 
 void draw(const Draw& problem, int64_t* tokens, const Parallel& parallel) {
-  with_types(problem.dtype, [&](auto t, auto s) { draw_tokens<decltype(t), decltype(s)>(problem, tokens, parallel); });
+  with_held(problem.dtype, [&](auto held) { draw_tokens(problem, held, tokens, parallel); });
 }
 
 bool has_activation(const std::string& name) { return find_activation<float>(name) != nullptr; }

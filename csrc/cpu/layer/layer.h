@@ -101,19 +101,10 @@ template <class T> struct Together {
   }
 };
 
-template <class T, class S> constexpr bool kConverts = !std::is_same<T, S>::value;
-
-// Rows of a tensor as T: where they lie if they are T already, else converted into `rows`.
-template <class T, class S>
-const T* read_rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows) {
-  const S* from = static_cast<const S*>(tensor) + first * features;
-  if constexpr (kConverts<T, S>) return read(count * features, from, rows), rows;
-  else return from;
-}
 template <class T, class S> void read_as(int64_t n, const void* from, T* to) { read(n, static_cast<const S*>(from), to); }
 template <class T, class S> void write_as(int64_t n, const T* from, void* to) { write(n, from, static_cast<S*>(to)); }
 
-// How tensors hold what is computed in T. Whoever knows no more of it than this is compiled once for each T.
+// How tensors hold what is computed in T. The kernels know no more of it than this, and are compiled once for each T.
 template <class T> struct Held {
   int64_t bytes;  // of a number
   bool converts;
@@ -121,13 +112,13 @@ template <class T> struct Held {
   void (*write)(int64_t n, const T* from, void* to);
 
   template <class S> static Held as() {
-    return {int64_t(sizeof(S)), kConverts<T, S>, read_as<T, S>, write_as<T, S>};
+    return {int64_t(sizeof(S)), !std::is_same<T, S>::value, read_as<T, S>, write_as<T, S>};
   }
 
   const void* at(const void* tensor, int64_t i) const { return static_cast<const char*>(tensor) + i * bytes; }
   void* at(void* tensor, int64_t i) const { return static_cast<char*>(tensor) + i * bytes; }
 
-  // Rows as T, as read_rows has them.
+  // Rows of a tensor as T: where they lie if they are T already, else converted into `rows`.
   const T* rows(const void* tensor, int64_t first, int64_t count, int64_t features, T* rows) const {
     const void* from = at(tensor, first * features);
     if (!converts) return static_cast<const T*>(from);

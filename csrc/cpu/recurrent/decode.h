@@ -19,10 +19,10 @@ template <class T> T gumbel(uint64_t seed, uint64_t step, int64_t sample, int64_
   return -std::log(-std::log(uniform));
 }
 
-template <class T, class S> void draw_tokens(const Draw& problem, int64_t* tokens, const Parallel& parallel) {
+template <class T> void draw_tokens(const Draw& problem, Held<T> held, int64_t* tokens, const Parallel& parallel) {
   parallel(problem.samples, [&](int64_t sample) {
     T* const scores = Arena<T>(Purpose::block, problem.count).take(problem.count);
-    read(problem.count, static_cast<const S*>(problem.scores) + sample * problem.count, scores);
+    held.read(problem.count, held.at(problem.scores, sample * problem.count), scores);
     const int64_t* const places = problem.places ? problem.places + sample * problem.count : nullptr;
     Best<T> best;
     for (int64_t i = 0; i < problem.count; ++i) {
@@ -33,19 +33,20 @@ template <class T, class S> void draw_tokens(const Draw& problem, int64_t* token
   });
 }
 
-template <class T, class S> class DecodeStep {
+template <class T> class DecodeStep {
   static constexpr int64_t kRows = 64;  // of a matrix, whose products are made together
 
   const Decode& problem_;
+  const Held<T> held_;
   const Decoded& made_;
   const Decoder& decoder_;
   const int64_t batch_, hidden_, threads_;
   Activation<T> activation_;
 
  public:
-  DecodeStep(const Decode& problem, const Decoded& made, int threads)
-      : problem_(problem), made_(made), decoder_(*problem.decoder), batch_(problem.batch), hidden_(decoder_.hidden()),
-        threads_(threads) {
+  DecodeStep(const Decode& problem, Held<T> held, const Decoded& made, int threads)
+      : problem_(problem), held_(held), made_(made), decoder_(*problem.decoder), batch_(problem.batch),
+        hidden_(decoder_.hidden()), threads_(threads) {
     Chain single = decoder_.recurrence->chain;
     single.contractions = {{true, 0, 1, 1, 1, 1}};
     single.bias = false;
@@ -61,20 +62,20 @@ template <class T, class S> class DecodeStep {
     });
     for (int64_t b = 0; b < batch_; ++b) {
       T* const to = inputs + b * (own + context);
-      read(own, static_cast<const S*>(problem_.embedding) + problem_.tokens[b] * own, to);
-      if (context) read(context, static_cast<const S*>(problem_.context) + b * context, to + own);
+      held_.read(own, held_.at(problem_.embedding, problem_.tokens[b] * own), to);
+      if (context) held_.read(context, held_.at(problem_.context, b * context), to + own);
     }
     for (int64_t l = 0; l < decoder_.layers; ++l) {
-      const S* const state = static_cast<const S*>(problem_.state) + l * of_state;
-      S* const to = static_cast<S*>(made_.state) + l * of_state;
+      const void* const state = held_.at(problem_.state, l * of_state);
+      void* const to = held_.at(made_.state, l * of_state);
       const void* const* const layer = problem_.layers + l * 4;
-      read(of_state, state, before);
+      held_.read(of_state, state, before);
       for (int i = 0; i < 2; ++i)
-        if (layer[2 + i]) read(kGates * hidden_, static_cast<const S*>(layer[2 + i]), biases[i]);
+        if (layer[2 + i]) held_.read(kGates * hidden_, layer[2 + i], biases[i]);
       parallel(threads_, [&](int64_t thread) {
         step(layer, decoder_.inputs(l), inputs, before, biases, to, first(thread, hidden_), first(thread + 1, hidden_));
       });
-      read(of_state, to, inputs);  // as the next layer and the head see it
+      held_.read(of_state, to, inputs);  // as the next layer and the head see it
     }
     std::vector<Best<T>> best(size_t(threads_ * batch_));
     parallel(threads_, [&](int64_t thread) {
@@ -96,19 +97,19 @@ template <class T, class S> class DecodeStep {
 
   // Products of x [batch, features] and `count` rows of a weight, in pieces that are the same for any batch and count.
   void multiply(const void* weight, int64_t row, int64_t count, const T* x, int64_t features, T* buffer, T* y) const {
-    const T* rows = read_rows<T, S>(weight, row, count, features, buffer);
+    const T* rows = held_.rows(weight, row, count, features, buffer);
     multiply_dots<T>({batch_, count, features}, {x, features, 1}, {rows, features, 1}, {y, count, 1}, false,
                      dotted_piece<T>(2 * kRows));
   }
 
   // Features from .. end - 1 of the state behind a step.
-  void step(const void* const* layer, int64_t features, const T* inputs, const T* before, T* const (&biases)[2], S* to,
+  void step(const void* const* layer, int64_t features, const T* inputs, const T* before, T* const (&biases)[2], void* to,
             int64_t from, int64_t end) const {
     T *of_inputs[kGates], *of_states[kGates], *row = nullptr, *buffer = nullptr;
     in_memory<T>(Purpose::block, [&](auto&& take) {
       for (int g = 0; g < kGates; ++g) of_inputs[g] = take(batch_ * kRows), of_states[g] = take(batch_ * kRows);
       row = take(kRows);
-      buffer = take(kConverts<T, S> ? kRows * std::max(features, hidden_) : 0);
+      buffer = take(held_.converts ? kRows * std::max(features, hidden_) : 0);
     });
     const bool biased = layer[2] != nullptr;
     for (; from < end; from += kRows) {
@@ -133,7 +134,7 @@ template <class T, class S> class DecodeStep {
           const Vec<T> z = get(update + b * count + j), h = get(before + b * hidden_ + from + j);
           put(row + j, (T(1) - z) * get(candidate + b * count + j) + z * h);
         });
-        write(count, row, to + b * hidden_ + from);
+        held_.write(count, row, held_.at(to, b * hidden_ + from));
       }
     }
   }
@@ -143,12 +144,12 @@ template <class T, class S> class DecodeStep {
     T *scores = nullptr, *bias = nullptr, *buffer = nullptr;
     in_memory<T>(Purpose::block, [&](auto&& take) {
       scores = take(batch_ * kRows), bias = take(kRows);
-      buffer = take(kConverts<T, S> ? kRows * hidden_ : 0);
+      buffer = take(held_.converts ? kRows * hidden_ : 0);
     });
     for (; from < end; from += kRows) {
       const int64_t count = std::min(kRows, end - from);
       multiply(problem_.head, from, count, states, hidden_, buffer, scores);
-      if (problem_.bias) read(count, static_cast<const S*>(problem_.bias) + from, bias);
+      if (problem_.bias) held_.read(count, held_.at(problem_.bias, from), bias);
       for (int64_t b = 0; b < batch_; ++b) {
         T* const row = scores + b * count;
         if (problem_.bias) add(count, bias, row);

@@ -48,7 +48,8 @@ template <class T> struct PartMemory {
 //
 // A dense product is made panel by panel: columns that are kept in registers, of a matrix that has been packed by panels,
 // or, for few rows in all, of the weights where they lie. A structured one has one panel, and a layer for each gate.
-template <class T, class S> class Products {
+template <class T> class Products {
+  const Held<T> held_;
   const bool turned_, dense_, packs_;
   const int64_t features_;
   static constexpr int64_t kWidth = kMaxVecs * kLanes<T>;
@@ -60,8 +61,8 @@ template <class T, class S> class Products {
 
  public:
   // `rows`: taken in all; `samples`: at once.
-  Products(const Chain& chain, std::vector<const void*> tensors, bool turned, int64_t rows, int64_t samples)
-      : turned_(turned), dense_(is_dense(chain)), packs_(dense_ && !takes_dots<T>(chain.contractions[0], rows)),
+  Products(const Chain& chain, Held<T> held, std::vector<const void*> tensors, bool turned, int64_t rows, int64_t samples)
+      : held_(held), turned_(turned), dense_(is_dense(chain)), packs_(dense_ && !takes_dots<T>(chain.contractions[0], rows)),
         features_(chain.in_features()), tensors_(std::move(tensors)), chain_(bare(chain, turned)), rows_(rows),
         samples_(samples) {}
 
@@ -91,13 +92,12 @@ template <class T, class S> class Products {
       for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = transposed(int64_t(i), take);
     layers_.reserve(kGates);
     for (int g = 0; g < kGates; ++g)
-      layers_.emplace_back(chain_, Held<T>::template as<S>(), tensors_.data() + g * int64_t(chain_.contractions.size()),
-                           samples_, rows_, false);
+      layers_.emplace_back(chain_, held_, tensors_.data() + g * int64_t(chain_.contractions.size()), samples_, rows_, false);
   }
   int64_t prepared_size() const {
     const int64_t f = features_;
-    if (packs_) return kGates * f * whole_vectors<T>(f) + (kConverts<T, S> ? kWidth * f : 0);
-    int64_t size = dense_ && kConverts<T, S> ? kGates * f * f : 0;
+    if (packs_) return kGates * f * whole_vectors<T>(f) + (held_.converts ? kWidth * f : 0);
+    int64_t size = dense_ && held_.converts ? kGates * f * f : 0;
     for (const Layer<T>& layer : layers_) size += layer.prepared_size();
     return size;
   }
@@ -106,8 +106,8 @@ template <class T, class S> class Products {
     if (packs_) return pack(take);
     if (dense_)
       for (const void* weight : tensors_) {
-        T* buffer = kConverts<T, S> ? take(features_ * features_) : nullptr;
-        plain_.push_back(read_rows<T, S>(weight, 0, features_, features_, buffer));
+        T* buffer = held_.converts ? take(features_ * features_) : nullptr;
+        plain_.push_back(held_.rows(weight, 0, features_, features_, buffer));
       }
     for (Layer<T>& layer : layers_) layer.prepare(take);
   }
@@ -183,28 +183,31 @@ template <class T, class S> class Products {
     return made;
   }
 
-  // A tensor's matrices, transposed.
+  // A tensor's matrices, transposed, as tensors hold them: what is converted has two bytes.
   template <class Take> const void* transposed(int64_t i, Take&& take) const {
     const int64_t weight = i % int64_t(chain_.contractions.size());
     const Contraction& c = *std::find_if(chain_.contractions.begin(), chain_.contractions.end(),
                                          [&](const Contraction& each) { return each.weight == weight; });
-    const S* from = static_cast<const S*>(tensors_[i]);
     const int64_t size = chain_.rank * c.weight_size();
-    S* made = reinterpret_cast<S*>(take(size));
+    T* const memory = take(size);
     for (int64_t at = 0; at < size; at += c.p * c.q) {  // its p are the rows, which the given ones have as columns
-      if constexpr (!kConverts<T, S>) transpose<T>(c.p, c.q, from + at, c.q, made + at, c.p);
-      else
-        for (int64_t p = 0; p < c.p; ++p)
-          for (int64_t q = 0; q < c.q; ++q) made[at + q * c.p + p] = from[at + p * c.q + q];
+      if (!held_.converts) {
+        transpose<T>(c.p, c.q, static_cast<const T*>(tensors_[i]) + at, c.q, memory + at, c.p);
+        continue;
+      }
+      const uint16_t* from = static_cast<const uint16_t*>(tensors_[i]) + at;
+      uint16_t* made = reinterpret_cast<uint16_t*>(memory) + at;
+      for (int64_t p = 0; p < c.p; ++p)
+        for (int64_t q = 0; q < c.q; ++q) made[q * c.p + p] = from[p * c.q + q];
     }
-    return made;
+    return memory;
   }
 
   // Panel behind panel, each with rows for the inputs of a product: those of a gate, or, turned, of all gates.
   template <class Take> void pack(Take&& take) {
     const int64_t f = features_;
     packed_ = take(kGates * f * whole_vectors<T>(f));
-    T* buffer = kConverts<T, S> ? take(kWidth * f) : nullptr;
+    T* buffer = held_.converts ? take(kWidth * f) : nullptr;
     for (int g = 0; g < kGates; ++g)
       for (int64_t i = 0; i < panels(); ++i) {
         const Columns columns = this->columns(i, i + 1);
@@ -212,9 +215,9 @@ template <class T, class S> class Products {
         if (columns.count < columns.row) std::fill(to, to + f * columns.row, T(0));
         if (turned_) {
           for (int64_t p = 0; p < f; ++p, to += columns.row)
-            read(columns.count, static_cast<const S*>(tensors_[g]) + p * f + columns.from, to);
+            held_.read(columns.count, held_.at(tensors_[g], p * f + columns.from), to);
         } else {
-          const T* rows = read_rows<T, S>(tensors_[g], columns.from, columns.count, f, buffer);
+          const T* rows = held_.rows(tensors_[g], columns.from, columns.count, f, buffer);
           transpose<T>(columns.count, f, rows, f, to, columns.row);
         }
       }
@@ -229,12 +232,13 @@ struct Part {
   int64_t steps;               // of its longest sequence
 };
 
-template <class T, class S> struct RecurrentRun {
+template <class T> struct RecurrentRun {
   struct Sequence {
     int64_t index, length;
   };
 
   const Recurrent& problem;
+  const Held<T> held;
   const Chain& chain;
   const bool before, reversed;
   const int64_t hidden;
@@ -246,8 +250,8 @@ template <class T, class S> struct RecurrentRun {
   Activation<T> activation;         // of the candidate, as rows of one feature
   const T* bias = nullptr;
 
-  RecurrentRun(const Recurrent& problem_, int threads)
-      : problem(problem_), chain(problem.recurrence->chain), before(problem.recurrence->before),
+  RecurrentRun(const Recurrent& problem_, Held<T> held_, int threads)
+      : problem(problem_), held(held_), chain(problem.recurrence->chain), before(problem.recurrence->before),
         reversed(problem.recurrence->reversed), hidden(problem.recurrence->hidden()) {
     for (int64_t i = 0; i < problem.sequences; ++i) {
       const int64_t length = problem.length(i);
@@ -265,8 +269,8 @@ template <class T, class S> struct RecurrentRun {
   }
 
   // Matrices for the features of each part, the `turned` ones for fewer rows at once. take(elements) gives memory.
-  std::vector<Products<T, S>> make_products(bool turned, int64_t samples) const {
-    std::vector<Products<T, S>> products;
+  std::vector<Products<T>> make_products(bool turned, int64_t samples) const {
+    std::vector<Products<T>> products;
     for (const Part& part : parts) {
       if (part.products < int64_t(products.size())) continue;
       Chain own = chain;
@@ -275,24 +279,24 @@ template <class T, class S> struct RecurrentRun {
         Contraction& c = own.contractions[0];
         const int64_t size = c.p * c.q, head = part.feature / c.q;
         c.outer = part.features / c.q;
-        for (const void*& tensor : tensors) tensor = static_cast<const S*>(tensor) + head * size;
+        for (const void*& tensor : tensors) tensor = held.at(tensor, head * size);
       }
-      products.emplace_back(own, std::move(tensors), turned, rows, samples);
+      products.emplace_back(own, held, std::move(tensors), turned, rows, samples);
     }
     return products;
   }
 
-  void prepare(std::initializer_list<std::vector<Products<T, S>>*> all) {
+  void prepare(std::initializer_list<std::vector<Products<T>>*> all) {
     int64_t transposed = 0, size = chain.bias ? hidden : 0;
     for (auto* products : all)
-      for (const Products<T, S>& each : *products) transposed += each.transposed_size();
+      for (const Products<T>& each : *products) transposed += each.transposed_size();
     Packed<T> take{Arena<T>(Purpose::totals, transposed).take(transposed)};
     for (auto* products : all)
-      for (Products<T, S>& each : *products) each.make_layers(take), size += each.prepared_size();
+      for (Products<T>& each : *products) each.make_layers(take), size += each.prepared_size();
     take.at = Arena<T>(Purpose::weights, size).take(size);
-    if (chain.bias) bias = read_rows<T, S>(problem.bias, 0, 1, hidden, take(hidden));
+    if (chain.bias) bias = held.rows(problem.bias, 0, 1, hidden, take(hidden));
     for (auto* products : all)
-      for (Products<T, S>& each : *products) each.prepare(take);
+      for (Products<T>& each : *products) each.prepare(take);
   }
 
   // Step of a part's walk to the number of that step.
@@ -317,14 +321,14 @@ template <class T, class S> struct RecurrentRun {
   }
   const T* read_gate(const Part& part, int g, int64_t row, const Columns& columns, T* buffer) const {
     const void* gate = problem.gates[problem.gates.size() == 1 ? 0 : g];
-    return read_rows<T, S>(gate, gate_at(part, g, row, columns), columns.count, 1, buffer);
+    return held.rows(gate, gate_at(part, g, row, columns), columns.count, 1, buffer);
   }
   int64_t state_at(const Part& part, int64_t row, const Columns& columns) const {
     return row * hidden + part.feature + columns.from;
   }
   void read_initial(const Part& part, int64_t i, const Columns& columns, T* to) const {
     const int64_t at = state_at(part, sequence(part, i).index, columns);
-    read(columns.count, static_cast<const S*>(problem.initial) + at, to);
+    held.read(columns.count, held.at(problem.initial, at), to);
   }
 
   // walk.make_shared(take) and walk.make_own(take) give the buffers of a part and of a thread; walk.phases(part) counts the
@@ -361,13 +365,13 @@ template <class T, class S> struct RecurrentRun {
   }
 
   template <class Take>
-  static PartMemory<T> make_memory(const std::vector<Products<T, S>>& products, int64_t samples, Take&& take) {
+  static PartMemory<T> make_memory(const std::vector<Products<T>>& products, int64_t samples, Take&& take) {
     return {products.front().make_memory(samples, take), products.back().make_memory(samples, take),
             int64_t(products.size()) - 1};
   }
 
   // What a member takes, or others in its stead.
-  Columns columns(const Products<T, S>& products, int64_t chunk) const {
+  Columns columns(const Products<T>& products, int64_t chunk) const {
     const int64_t panels = products.panels();
     return products.columns(panels * chunk / members, panels * (chunk + 1) / members);
   }
@@ -376,13 +380,13 @@ template <class T, class S> struct RecurrentRun {
   void cut(int threads) {
     const int64_t count = int64_t(sequences.size());
     const Contraction& c = chain.contractions.front();
-    if (Products<T, S>::is_dense(chain)) {
+    if (Products<T>::is_dense(chain)) {
       const bool shares = !takes_dots<T>(c, rows);  // else what a dot product makes may depend on the rows beside it
       const int64_t share = (count + threads - 1) / threads;
       const int64_t together = shares ? std::clamp<int64_t>(share, kFewTogether, kDenseTogether) : kDenseTogether;
       for (int64_t first = 0; first < count; first += together)
         add_part(first, std::min(together, count - first), 0, hidden, 0);
-      const int64_t panels = Products<T, S>(chain, {}, false, rows, most).panels();
+      const int64_t panels = Products<T>(chain, held, {}, false, rows, most).panels();
       const int64_t work = kGates * hidden * hidden * most / kMemberWork;
       if (const int64_t blocks = int64_t(parts.size()); blocks && blocks < threads)
         members = std::max<int64_t>(1, std::min({threads / blocks, panels, work}));

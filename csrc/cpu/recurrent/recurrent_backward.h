@@ -10,12 +10,13 @@
 
 constexpr int64_t kAtOnce = 64;  // rows of which gates are computed together
 
-template <class T, class S> class RecurrentBackward {
-  RecurrentRun<T, S> run_;
+template <class T> class RecurrentBackward {
+  const Held<T> held_;
+  RecurrentRun<T> run_;
   const RecurrentGradients& gradients_;
   const int64_t together_, rows_;  // steps whose gates are computed together, and rows of these
   const int64_t first_, of_step_;  // phases before steps are gone through, and of a step
-  std::vector<Products<T, S>> products_, turned_;
+  std::vector<Products<T>> products_, turned_;
 
  public:
   // What the threads of a part share. Of rows: states before a step, gates, and factors of g that give a and grad_z; then
@@ -31,8 +32,8 @@ template <class T, class S> class RecurrentBackward {
     PartMemory<T> memory, turned;
   };
 
-  RecurrentBackward(const Recurrent& problem, const RecurrentGradients& gradients, int threads)
-      : run_(problem, threads), gradients_(gradients), together_(std::max<int64_t>(1, kAtOnce / run_.most)),
+  RecurrentBackward(const Recurrent& problem, Held<T> held, const RecurrentGradients& gradients, int threads)
+      : held_(held), run_(problem, held, threads), gradients_(gradients), together_(std::max<int64_t>(1, kAtOnce / run_.most)),
         rows_(together_ * run_.most), first_(run_.before ? 3 : 2), of_step_(run_.before ? 2 : 1),
         products_(run_.make_products(false, rows_)), turned_(run_.make_products(true, run_.most)) {
     run_.prepare({&products_, &turned_});
@@ -69,7 +70,7 @@ template <class T, class S> class RecurrentBackward {
     const int64_t done = phase / phases_of(together_), at = phase % phases_of(together_);
     const int64_t last = part.steps - 1 - done * together_;  // steps last .. last - count + 1 are gone through
     const int64_t count = std::min(together_, last + 1);
-    const Products<T, S>& products = products_[part.products];
+    const Products<T>& products = products_[part.products];
     const Columns columns = run_.columns(products, chunk);
     if (at == 0) {
       bring_states(part, last, count, columns, shared, done == 0);
@@ -118,14 +119,14 @@ template <class T, class S> class RecurrentBackward {
       T* to = shared.h + kept * f + columns.from;
       if (run_.begins(part, i, t) || run_.starts(run_.row(part, i, t))) return run_.read_initial(part, i, columns, to);
       const int64_t row = run_.row(part, i, run_.reversed ? t + 1 : t - 1);
-      read(columns.count, static_cast<const S*>(gradients_.output) + run_.state_at(part, row, columns), to);
+      held_.read(columns.count, held_.at(gradients_.output, run_.state_at(part, row, columns)), to);
     });
   }
 
   // Reset before the product: r, z and r * h.
   void resets(const Part& part, int64_t last, int64_t count, const Columns& columns, const Shared& shared,
               const Own& own) const {
-    const Products<T, S>& products = products_[part.products];
+    const Products<T>& products = products_[part.products];
     const int64_t n = base(part, last, count);
     const ProductMemory<T>& memory = own.memory.of(part.products);
     for (int g : {0, 1}) products.multiply_by(g, columns, n, shared.h, made(own, g, columns), memory);
@@ -140,14 +141,14 @@ template <class T, class S> class RecurrentBackward {
         put(shared.z + at + j, sigmoid<T>(get(x_z + j) + get(u_z + j)));
         put(shared.to_r + at + j, r * get(shared.h + at + j));
       });
-      write(columns.count, shared.to_r + at, beside(part, row, columns));
+      held_.write(columns.count, shared.to_r + at, beside(part, row, columns));
     });
   }
 
   // The gates, and what they are kept as.
   void gates(const Part& part, int64_t last, int64_t count, const Columns& columns, const Shared& shared,
              const Own& own) const {
-    const Products<T, S>& products = products_[part.products];
+    const Products<T>& products = products_[part.products];
     const int64_t n = base(part, last, count);
     const T* bias = run_.bias ? run_.bias + part.feature + columns.from : nullptr;
     const ProductMemory<T>& memory = own.memory.of(part.products);
@@ -202,14 +203,13 @@ template <class T, class S> class RecurrentBackward {
   // From the gradient of the state behind a step to those of gates, and what of it goes on past them.
   void go_into(const Part& part, int64_t last, int64_t step, int64_t kept, const Columns& columns, const Shared& shared,
                const Own& own) const {
-    const Products<T, S>& turned = turned_[part.products];
+    const Products<T>& turned = turned_[part.products];
     const int64_t t = time(part, last, step), n = run_.there(part, t), f = part.features;
     T* const gates = shared.gates[step % 2];
     for (int64_t i = 0; i < n; ++i) {
       const int64_t row = run_.row(part, i, t), at = (kept + i) * f + columns.from;
       T* state = shared.state + i * f + columns.from;
-      const S* from = static_cast<const S*>(gradients_.grad_output) + run_.state_at(part, row, columns);
-      const T* given = read_rows<T, S>(from, 0, 1, columns.count, own.rows[0]);
+      const T* given = held_.rows(gradients_.grad_output, run_.state_at(part, row, columns), columns.count, 1, own.rows[0]);
       T* to[kGates];
       for (int g = 0; g < kGates; ++g)
         to[g] = turned.gradients_of(g, run_.most, gates) + i * turned.gradients_row() + columns.from;
@@ -234,7 +234,7 @@ template <class T, class S> class RecurrentBackward {
         });
         write_gate(part, 0, row, columns, to[0]);
         write_gate(part, 2, row, columns, a);
-        write(columns.count, to[2], beside(part, row, columns));
+        held_.write(columns.count, to[2], beside(part, row, columns));
       }
       write_gate(part, 1, row, columns, to[1]);
     }
@@ -243,7 +243,7 @@ template <class T, class S> class RecurrentBackward {
   // Reset before the product: back through the candidate's matrix to r and, as far as that is, to the state.
   void go_through_reset(const Part& part, int64_t last, int64_t step, const Columns& columns, const Shared& shared,
                         const Own& own) const {
-    const Products<T, S>& turned = turned_[part.products];
+    const Products<T>& turned = turned_[part.products];
     const int64_t t = time(part, last, step), n = run_.there(part, t), f = part.features;
     const int64_t kept = base(part, last, step);
     T* const gates = shared.gates[step % 2];
@@ -265,7 +265,7 @@ template <class T, class S> class RecurrentBackward {
   // Back through the matrices to the state before a step, or to the initial one.
   void go_through(const Part& part, int64_t last, int64_t step, const Columns& columns, const Shared& shared,
                   const Own& own) const {
-    const Products<T, S>& turned = turned_[part.products];
+    const Products<T>& turned = turned_[part.products];
     const int64_t t = time(part, last, step), n = run_.there(part, t), f = part.features;
     turned.back(0, run_.before ? 2 : kGates, columns, n, run_.most, shared.gates[step % 2], own.made,
                 own.turned.of(part.products));
@@ -278,16 +278,16 @@ template <class T, class S> class RecurrentBackward {
       add(columns.count, state, initial);
       std::fill(state, state + columns.count, T(0));
       if (begins)
-        write(columns.count, initial,
-              static_cast<S*>(gradients_.initial) + run_.state_at(part, run_.sequence(part, i).index, columns));
+        held_.write(columns.count, initial,
+                    held_.at(gradients_.initial, run_.state_at(part, run_.sequence(part, i).index, columns)));
     }
   }
 
   void write_gate(const Part& part, int g, int64_t row, const Columns& columns, const T* from) const {
     void* gate = gradients_.gates[gradients_.gates.size() == 1 ? 0 : g];
-    write(columns.count, from, static_cast<S*>(gate) + run_.gate_at(part, g, row, columns));
+    held_.write(columns.count, from, held_.at(gate, run_.gate_at(part, g, row, columns)));
   }
-  S* beside(const Part& part, int64_t row, const Columns& columns) const {
-    return static_cast<S*>(gradients_.beside) + run_.state_at(part, row, columns);
+  void* beside(const Part& part, int64_t row, const Columns& columns) const {
+    return held_.at(gradients_.beside, run_.state_at(part, row, columns));
   }
 };

@@ -1,10 +1,10 @@
 // The states behind all steps of a recurrence: from step to step a product of the state with each gate's matrix, then the
 // gates.
 
-template <class T, class S> class RecurrentForward {
-  RecurrentRun<T, S> run_;
-  std::vector<Products<T, S>> products_;
-  S* const output_;
+template <class T> class RecurrentForward {
+  RecurrentRun<T> run_;
+  std::vector<Products<T>> products_;
+  void* const output_;
   const int64_t of_step_;  // phases of a step
 
  public:
@@ -20,8 +20,8 @@ template <class T, class S> class RecurrentForward {
     PartMemory<T> memory;
   };
 
-  RecurrentForward(const Recurrent& problem, void* output, int threads)
-      : run_(problem, threads), products_(run_.make_products(false, run_.most)), output_(static_cast<S*>(output)),
+  RecurrentForward(const Recurrent& problem, Held<T> held, void* output, int threads)
+      : run_(problem, held, threads), products_(run_.make_products(false, run_.most)), output_(output),
         of_step_(run_.before ? 2 : 1) {
     run_.prepare({&products_});
   }
@@ -46,7 +46,7 @@ template <class T, class S> class RecurrentForward {
   int64_t phases(const Part& part) const { return 1 + part.steps * of_step_; }
 
   void run(const Part& part, const Shared& shared, const Own& own, int64_t phase, int64_t chunk) const {
-    const Products<T, S>& products = products_[part.products];
+    const Products<T>& products = products_[part.products];
     const int64_t step = (phase - 1) / of_step_, t = run_.time(part, step), n = run_.there(part, t);
     const Columns columns = run_.columns(products, chunk);
     if (phase == 0) return begin(part, 0, run_.there(part, run_.time(part, 0)), columns, shared.states[0]);
@@ -133,7 +133,8 @@ template <class T, class S> class RecurrentForward {
         const Vec<T> update = get(z + j);
         put(to + at + j, (T(1) - update) * get(candidate + j) + update * get(state + at + j));
       });
-      write(columns.count, to + at, output_ + run_.state_at(part, run_.row(part, i, t), columns));
+      const int64_t made_at = run_.state_at(part, run_.row(part, i, t), columns);
+      run_.held.write(columns.count, to + at, run_.held.at(output_, made_at));
       if (i < more && run_.starts(run_.row(part, i, next))) run_.read_initial(part, i, columns, to + at);
     }
     begin(part, n, more, columns, to);
