@@ -38,6 +38,9 @@ hypothesis.settings.load_profile("factorlayer")
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 # Nor does it look which vectors g++ has, by programs of seconds each: what it compiles of PyTorch's own goes without.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# OpenMP's threads wait without work, of the processes that this one starts: while other processes of the run have all
+# cores, threads that look for work all the time take these from the ones that have it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # until all tests are found: there is much to look at, and nothing to collect
 THREADS = int(os.environ.get("FACTORLAYER_TEST_THREADS", "1"))
 ORDER = os.environ.get("FACTORLAYER_TEST_ORDER")
