@@ -1,7 +1,7 @@
 """Settings of all tests: the same examples in every run, and one thread, so that results can be compared bitwise.
 
 FACTORLAYER_TEST_THREADS asks for more threads, FACTORLAYER_TEST_ORDER for a random order, by its seed: settings.py.
-FACTORLAYER_TEST_SHARE=10 has one case in ten of each test, and one at least, but only one in five of the tests that
+FACTORLAYER_TEST_SHARE=12 has one case in twelve of each test, and one at least, but only one in five of the tests that
 say that they take seconds (`long`), drawn by FACTORLAYER_TEST_DRAWN: .ci/run has others for every commit. All run
 without it.
 """
