@@ -430,8 +430,10 @@ def input_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dense_text(weight: Tensor, tf32: bool) -> str:
+    """In TF32 if the recurrence is, or as PyTorch's products would be."""
     q, p = weight.shape
-    return f"tied 0 1 {p} {q} 1" + "; tf32" * tf32
+    allowed = tf32 or (weight.dtype == torch.float32 and tf32_allowed())
+    return f"tied 0 1 {p} {q} 1" + "; tf32" * allowed
 
 
 def _gradient_of(grad: Tensor, parts: Parts) -> RowsProduct:

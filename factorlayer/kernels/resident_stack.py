@@ -36,7 +36,7 @@ BIAS_US = 0.2  # of 16 bits, which come by registers, one behind another: 89 pas
 OF_END = 3  # instructions for a sum: bias and padding, for four a load and two comparisons as well
 # Until the first tile of several layers is on its way, beside a kernel's start, in 16 bits and tf32, and instructions
 # for a special function: 239 passes of drawn blocks on H200s, of which 93 % are within 30 %, 88 % without both
-START_US, OF_FUNCTION = 0.5, 5
+START_US, OF_FUNCTION = 0.7, 5
 SAMPLES = (8, 16, 32, 64, 128)  # of a tile
 WARPS = (1, 2, 4, 8, 16)  # of a group
 
