@@ -57,7 +57,7 @@ class FactorGRU(Gated):
     ones, weight_hh_reset_0_l0 is the reset gate's first in layer 0; the gates are reset, update and candidate.
     """
 
-    _who = "FactorGRU"
+    _who, _switch = "FactorGRU", "rnn"
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ class FactorGRUCell(Gated):
     """nn.GRUCell, whose matrices may be structured; arguments as FactorGRU has them. Parameters have nn.GRUCell's names
     and shapes where matrices are dense."""
 
-    _who = "FactorGRUCell"
+    _who, _switch = "FactorGRUCell", "matmul"  # which nn.GRUCell follows
 
     def __init__(
         self,

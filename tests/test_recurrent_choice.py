@@ -86,7 +86,7 @@ def predicted(row: Row, training: bool, steps: int | None = None) -> recurrent.P
     """Of a dense row, or of one like it with other steps."""
     module, steps = layer(row), steps or row.steps
     given = Sequences(row.sequences, steps, row.sequences * steps)
-    x, allowed = on_a_gpu(DTYPES[row.dtype]), recurrent.Allowed(rnn=True, matmul=row.dtype == "tf32")
+    x, allowed = on_a_gpu(DTYPES[row.dtype]), recurrent.Allowed(steps=True, products=row.dtype == "tf32")
     text = recurrent_ops.text_for(module.cells[0].recurrence, x)
     return recurrent._predicted(text, module._unit, given, training, x.dtype, allowed, 0)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import factorlayer.autograd.layer_ops
 import factorlayer.functional
-from factorlayer import CompileError, FactorLinear
+from factorlayer import CompileError, FactorGRU, FactorGRUCell, FactorLinear
 from factorlayer.autograd import recurrent_ops, runtime
 from factorlayer.autograd.backward import texts
 from factorlayer.autograd.layer_ops import not_at_once, text_for, why_not_fused
@@ -595,7 +595,7 @@ def test_tf32_follows_the_switch_however_it_is_set(switch: Any) -> None:
 
 
 def test_of_a_recurrence_it_follows_the_switch_for_recurrent_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nn.GRU's, which is on unless it is told otherwise, whatever that for products is."""
+    """nn.GRU's, which is on unless it is told otherwise, whatever that for products is, which nn.GRUCell follows."""
     recurrence = Recurrence.parse("gru after; tied 0 1 8 8 1; tanh")
     in_tf32 = "gru after; tied 0 1 8 8 1; tanh; tf32"
     switches = {"rnn": True, "matmul": False}
@@ -603,8 +603,10 @@ def test_of_a_recurrence_it_follows_the_switch_for_recurrent_layers(monkeypatch:
     assert recurrent_ops.text_for(recurrence, Gpu()) == in_tf32
     assert recurrent_ops.text_for(recurrence, Gpu(torch.float64)) == recurrence.text
     assert recurrent_ops.text_for(recurrence, torch.ones(1)) == recurrence.text
+    assert recurrent_ops.text_for(recurrence, Gpu(), FactorGRUCell._switch) == recurrence.text
     switches.update(rnn=False, matmul=True)
-    assert recurrent_ops.text_for(recurrence, Gpu()) == recurrence.text
+    assert recurrent_ops.text_for(recurrence, Gpu(), FactorGRU._switch) == recurrence.text
+    assert recurrent_ops.text_for(recurrence, Gpu(), FactorGRUCell._switch) == in_tf32
 
 
 def test_the_switch_for_recurrent_layers_is_read() -> None:

@@ -31,6 +31,7 @@ from factorlayer.maths.recurrence import GATES, Recurrence
 from factorlayer.maths.steps import Walk, naive
 from factorlayer.plan.recurrent_library import RowsProduct, alike, gradient, product
 
+SWITCH = "rnn"  # PyTorch's for recurrent layers, as runtime.tf32_allowed names it
 PLACES = 4  # tensors that say where sequences begin and where their rows are: starts, first, lengths, offsets
 
 if missing_extension is None:
@@ -39,7 +40,7 @@ if missing_extension is None:
     _recurrence_now = _recurrence._op  # the same, but for a Python call around it, which torch.compile has to see
 
 
-def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
+def why_not_fused(recurrence: Recurrence, initial: Tensor, switch: str = SWITCH) -> str | None:
     """Why the fused implementation cannot take a recurrence from these states, or None."""
     reason = layer_ops.why_not_fused(initial, recurrence.chain)
     if reason is not None:
@@ -47,7 +48,7 @@ def why_not_fused(recurrence: Recurrence, initial: Tensor) -> str | None:
     if recurrence.chain.parameters:
         return "its kernels have no gradient of what the candidate's activation learns"
     if initial.is_cuda:
-        return _why_no_kernel(text_for(recurrence, initial), initial.dtype, initial.get_device()) or None
+        return _why_no_kernel(text_for(recurrence, initial, switch), initial.dtype, initial.get_device()) or None
     return None
 
 
@@ -102,9 +103,9 @@ def is_faster(product: RowsProduct, dtype: torch.dtype, tf32: bool, device: int)
     return layer_ops.predicted_us(text, product.samples, dtype, device) < product.us(computed, gpu)
 
 
-def text_for(recurrence: Recurrence, x: Tensor) -> str:
-    """The recurrence as the raw ops take it: with tf32 where PyTorch's own switch for recurrent layers allows it."""
-    return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x, "rnn") else recurrence.text
+def text_for(recurrence: Recurrence, x: Tensor, switch: str = SWITCH) -> str:
+    """The recurrence as the raw ops take it: with tf32 where that one of PyTorch's switches allows it."""
+    return _in_tf32(recurrence.text) if layer_ops.runs_in_tf32(x, switch) else recurrence.text
 
 
 def fused(
@@ -115,11 +116,12 @@ def fused(
     bias: Tensor | None,
     starts: Tensor | None,
     walk: Walk,
+    switch: str = SWITCH,
 ) -> Tensor:
     """The states behind all steps, [rows, hidden], from tensors as maths/steps.py has them. Dense weights may also lie
     in one tensor, [3 · hidden, hidden], which then has one gradient."""
     places = starts, walk.first, walk.lengths, walk.offsets
-    text = text_for(recurrence, initial)
+    text = text_for(recurrence, initial, switch)
     output: Tensor
     if transforms_active():
         given = *places, bias, initial, *gates, *weights

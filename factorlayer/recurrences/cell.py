@@ -114,17 +114,20 @@ class Cell:
         bias: Tensor | None,
         implementation: str,
         who: str,
-        fused: bool,
+        switch: str | None,
     ) -> list[Tensor]:
-        """What the inputs of all rows, and a bias [3 · hidden], bring to the gates of a recurrence that is `fused` or
-        not: [rows, hidden] of each, or [rows, 3 · hidden] of dense ones, which are one product. Several tensors are
-        rows side by side."""
+        """What the inputs of all rows, and a bias [3 · hidden], bring to the gates: [rows, hidden] of each, or
+        [rows, 3 · hidden] of dense ones, which are one product. Several tensors are rows side by side. A fused
+        recurrence may be TF32 as one of PyTorch's switches says; of others there is none."""
         gains = parameters.get(f"norm_ih{self.suffix}")
         added = None if gains is not None else bias
         x = rows[0] if len(rows) == 1 else list(rows)
         if is_dense(self.inputs):
             weight = parameters[f"weight_ih{self.suffix}"]
-            made = [self._of_dense(rows, weight, added, who) if fused else dense_product(rows, weight, added)]
+            if switch is None:
+                made = [dense_product(rows, weight, added)]
+            else:
+                made = [self._of_dense(rows, weight, added, who, switch)]
         else:
             biases = [None] * GATES if added is None else added.chunk(GATES)
             each = zip(self.weights("ih", parameters), biases, strict=True)
@@ -135,10 +138,10 @@ class Cell:
         product = torch.cat([normed(both, gains), normed(candidate, gains)], dim=1)
         return [product if bias is None else product + bias]
 
-    def _of_dense(self, rows: Sequence[Tensor], weight: Tensor, bias: Tensor | None, who: str) -> Tensor:
+    def _of_dense(self, rows: Sequence[Tensor], weight: Tensor, bias: Tensor | None, who: str, switch: str) -> Tensor:
         """The same of a dense matrix and a fused recurrence."""
         first = rows[0]
-        spec, chain = self.joined[first.dtype == torch.float32 and tf32_allowed("rnn")]
+        spec, chain = self.joined[first.dtype == torch.float32 and tf32_allowed(switch)]
         x = first if len(rows) == 1 else list(rows)
         if recurrent_ops.multiplies_fused(first):
             return run(spec, chain, x, [weight], bias, "fused", who)

@@ -38,6 +38,7 @@ class Gated(Recorded):
     """What FactorGRU and FactorGRUCell share: parameters by their cells' names, and how they run."""
 
     _who: str  # who complains
+    _switch: str  # that one of PyTorch's by which float32 may be TF32 on a GPU, as runtime.tf32_allowed names it
     input_size: int
     _sizes: tuple[Any, ...]  # factors, input_factors, blocks and rank, as they were given
     projection_errors: dict[str, ProjectionError]  # by the gate's matrix, of what was made of a dense one
@@ -276,16 +277,16 @@ class Gated(Recorded):
         gains = parameters.get(f"norm_hh{cell.suffix}")
         if chosen == "fused":
             try:
-                gates = cell.gates(*given, fused=True)
+                gates = cell.gates(*given, switch=self._switch)
                 tensors = cell.tensors("hh", parameters)
-                return _by_op(cell.recurrence, gates, initial, restart, tensors, bias, starts, walk)
+                return _by_op(cell.recurrence, gates, initial, restart, tensors, bias, starts, walk, self._switch)
             except CompileError as error:
                 if self.implementation == "fused":
                     raise
                 self._give_up(rows[0], error)
         activation = self._chain.activation
         step_by_step = naive if chosen == "naive" else batched
-        gates = cell.gates(*given, fused=False)
+        gates = cell.gates(*given, switch=None)
         weights = [weight for of_gate in cell.weights("hh", parameters) for weight in of_gate]
         of_steps = gates, initial, weights, bias, starts, walk
         return step_by_step(cell.recurrence, *of_steps, lambda x: activate(activation, x, further), restart, gains)
@@ -351,13 +352,13 @@ class Gated(Recorded):
         recurrence = self.cells[0].recurrence
         if self.implementation == "auto" and _given_up and (recurrence.text, x.dtype) in _given_up:
             return _given_up[recurrence.text, x.dtype]
-        return recurrent_ops.why_not_fused(recurrence, x)
+        return recurrent_ops.why_not_fused(recurrence, x, self._switch)
 
     def _why_slower(self, x: Tensor, given: Sequences, training: bool) -> str | None:
         """Why auto does not take the fused implementation, which could; or None."""
         if self.implementation != "auto" or not given.rows or not self._is_left_to_pytorch(x):
             return None
-        return why_slower(self.cells[0].recurrence, self._unit, given, training, x)
+        return why_slower(self.cells[0].recurrence, self._unit, given, training, x, self._switch)
 
     def _sizes_again(self) -> tuple[Any, ...]:
         """factors, input_factors, blocks and rank that build the same matrices: those of the first cell if they do, or
@@ -420,12 +421,13 @@ def _by_op(
     bias: Tensor | None,
     starts: Tensor | None,
     walk: Walk,
+    switch: str,
 ) -> Tensor:
     """The op knows one state of a sequence, to begin with and to begin again: with two, each sequence becomes two."""
     if starts is not None and restart is not None and walk.steps:
         walk = cut(walk, starts, recurrence.reverse)
         initial = torch.cat([restart, initial] if recurrence.reverse else [initial, restart])
-    return recurrent_ops.fused(recurrence, gates, initial, weights, bias, starts, walk)
+    return recurrent_ops.fused(recurrence, gates, initial, weights, bias, starts, walk, switch)
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -23,8 +23,8 @@ from factorlayer.plan.recurrent_library import RowsProduct, RowsSum, Sequences, 
 class Allowed(NamedTuple):
     """Whether float32 may be TF32: in the steps, and in the products of all steps around them."""
 
-    rnn: bool
-    matmul: bool
+    steps: bool
+    products: bool
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,19 @@ class Prediction:
         )
 
 
-def why_slower(recurrence: Recurrence, unit: Unit, given: Sequences, training: bool, x: Tensor) -> str | None:
+def why_slower(
+    recurrence: Recurrence, unit: Unit, given: Sequences, training: bool, x: Tensor, switch: str
+) -> str | None:
     """Why PyTorch's op for dense units is predicted to take less than the fused implementation, or None; `recurrence`
-    is one cell's."""
+    is one cell's, which may be TF32 by that one of PyTorch's switches."""
     if not x.is_cuda or is_compiling():
         return None
-    tf32 = Allowed(*map(tf32_allowed, Allowed._fields))
+    tf32 = Allowed(tf32_allowed(switch), tf32_allowed())
     steps = alike(given.steps)
     rows = alike(given.rows) if given.packed else given.sequences * steps
     given = Sequences(given.sequences, steps, rows, given.packed)
     asked = unit, given, training, x.dtype, tf32, x.get_device()
-    return _predicted(text_for(recurrence, x), *asked).why_slower
+    return _predicted(text_for(recurrence, x, switch), *asked).why_slower
 
 
 @functools.lru_cache(4096)
@@ -80,22 +82,22 @@ def _predicted(
     if not unit.dense:
         # The passes around the steps are not compared: multiplying structured matrices out for PyTorch's op, and
         # bringing gradients back to them, takes no less than their own passes.
-        step_us, step_back_us = steps_us(unit, name, tf32.rnn, given, training, gpu)
+        step_us, step_back_us = steps_us(unit, name, tf32.steps, given, training, gpu)
         return Prediction(us, given.steps * (step_us + step_back_us * training), training, given)
     starts = (1 + training) * (gpu.rates.behind_us + gpu.rates.wait_us)
     beside = sum(_around_us(call, dtype, tf32, device, gpu) for call in around(unit, given, training))
     us = len(unit.features) * (us + starts) + beside
-    return Prediction(us, op_us(unit, name, tf32.rnn, given, training, gpu), training, given)
+    return Prediction(us, op_us(unit, name, tf32.steps, given, training, gpu), training, given)
 
 
 def _around_us(call: Call, dtype: torch.dtype, tf32: Allowed, device: int, gpu: Gpu) -> float:
     """Of an operation around the steps: sums are made by our kernels, and products as recurrent_ops.py has them."""
     is_float = dtype == torch.float32
-    of_pytorch = "tf32" if is_float and tf32.matmul else dtype_name(dtype)
+    of_pytorch = "tf32" if is_float and tf32.products else dtype_name(dtype)
     if isinstance(call, RowsSum):
         return predicted_us(call.text, call.samples, dtype, device)
     if not isinstance(call, RowsProduct):
         return call.us(of_pytorch, gpu)
-    text = call.text + "; tf32" * (is_float and (tf32.rnn or tf32.matmul))
+    text = call.text + "; tf32" * (is_float and (tf32.steps or tf32.products))
     ours = predicted_us(text, call.samples, dtype, device)
-    return ours if is_float and not tf32.matmul else min(ours, call.us(of_pytorch, gpu))
+    return ours if is_float and not tf32.products else min(ours, call.us(of_pytorch, gpu))

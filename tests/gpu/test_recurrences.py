@@ -16,7 +16,7 @@ import torch
 from forward_rule import DTYPES, EPS, arithmetic
 from torch import Tensor, nn
 
-from factorlayer import FactorGRU
+from factorlayer import FactorGRU, FactorGRUCell
 from factorlayer.autograd.layer_ops import gpu_limits
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import class_of
@@ -121,6 +121,16 @@ def test_cudnns_switch_says_whether_float32_is_tf32(kind: str) -> None:
         errors.append([float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)])
     assert errors[0] == errors[2]
     assert max(errors[0]) < 2e-5 and 2e-5 < errors[1][0] < 4e-3 and max(errors[1]) < 1e-2
+
+
+@pytest.mark.parametrize("hidden", [48, 256])
+def test_a_cell_is_float32s_where_products_are(hidden: int) -> None:
+    """As nn.GRUCell is, whatever cuDNN's switch says."""
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
+    theirs = nn.GRUCell(40, hidden).cuda()
+    ours = FactorGRUCell.from_gru(theirs, implementation="fused")
+    x, h = torch.randn(9, 40, device="cuda"), torch.randn(9, hidden, device="cuda")
+    torch.testing.assert_close(ours(x, h), theirs(x, h))
 
 
 def test_cudnn_finds_its_weights_together() -> None:
