@@ -34,6 +34,7 @@ from factorlayer.autograd.layer_ops import (
     text_for,
     transforms_active,
 )
+from factorlayer.autograd.needed import needed
 from factorlayer.autograd.runtime import MAX_WEIGHTS, class_of_batch, dtype_name, prepare_together
 from factorlayer.autograd.stack_ops import backward_flops as stack_backward_flops
 from factorlayer.autograd.stack_ops import by_torch, differentiable_backward, known
@@ -157,7 +158,8 @@ class _Inputs(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        return _back(ctx.text, ctx.needs_input_grad[1:], grad_y, ctx.saved_tensors)
+        saved = ctx.saved_tensors
+        return _back(ctx.text, needed(ctx, saved)[1:], grad_y, saved)
 
 
 def _back(text: str, needs: Sequence[bool], grad_y: Tensor, given: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -188,7 +190,8 @@ if layer_ops.layer_at_once is not layer_ops.not_at_once:  # then all that follow
 
     def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """What autograd's engine calls, as in layer_ops.py."""
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        saved = ctx.saved_tensors
+        needs = needed(ctx, saved)
         if not torch.is_grad_enabled():
             made: tuple[Any, ...] | None
             made = layer_ops._gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)

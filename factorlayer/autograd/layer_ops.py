@@ -35,6 +35,7 @@ from factorlayer.autograd.backward import (
     visits_of,
 )
 from factorlayer.autograd.build import check_build
+from factorlayer.autograd.needed import needed
 from factorlayer.autograd.runtime import (
     MAX_WEIGHTS,
     class_of_batch,
@@ -341,7 +342,8 @@ class _Chain(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         backward = _recorded_backward if torch.is_grad_enabled() else _raw_backward
-        return _gradients(ctx.text, ctx.needs_input_grad, grad_y, ctx.saved_tensors, backward)
+        saved = ctx.saved_tensors
+        return _gradients(ctx.text, needed(ctx, saved), grad_y, saved, backward)
 
 
 class _ChainNow(_Chain):
@@ -371,15 +373,17 @@ class _KeptChain(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[1:]
-        return None, *_gradients_by_states(ctx.text, ctx.kept, needs, grad_y, ctx.saved_tensors)
+        saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 2
+        needs = needed(ctx, saved[:count])[1:]
+        some = needs != ctx.needs_input_grad[1:]
+        return None, *_gradients_by_states(ctx.text, ctx.kept, needs, grad_y, saved, some)
 
 
 def _gradients_by_states(
-    text: str, kept: str, needs: Sequence[bool], grad_y: Tensor, saved: Sequence[Any]
+    text: str, kept: str, needs: Sequence[bool], grad_y: Tensor, saved: Sequence[Any], some: bool
 ) -> tuple[Any, ...]:
     """What _gradients() makes, of states that were saved behind the x, bias and weights. Who wants to differentiate
-    again, or the gradients of several vectors, has states made anew."""
+    again, the gradients of several vectors, or `some` gradients alone, has states made anew."""
     given, states = saved[: len(needs) - 1], saved[len(needs) - 1 :]
 
     def by_states(text: str, wanted: int, *tensors: Any) -> tuple[Tensor, ...]:
@@ -387,7 +391,7 @@ def _gradients_by_states(
         return tuple(_backward_on_cuda(grad_y, x, weights, bias, text, wanted, Kept(kept, states)))
 
     anew = _recorded_backward if torch.is_grad_enabled() else _raw_backward
-    plain = not (torch.is_grad_enabled() or are_vectors(grad_y) or transforms_active())
+    plain = not (some or torch.is_grad_enabled() or are_vectors(grad_y) or transforms_active())
     return _gradients(text, needs, grad_y, given, by_states if plain else anew)
 
 
@@ -429,9 +433,10 @@ def not_at_once(*_: Any) -> None:
 
 def _apply_backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
     """The backward pass that autograd's engine calls, instead of looking `backward` up and calling that."""
-    saved, needs = ctx.saved_tensors, ctx.needs_input_grad
-    if len(saved) >= len(needs):  # states are among them
-        return _gradients_by_states(ctx.text, ctx.kept, needs, grad_y, saved)
+    saved, count = ctx.saved_tensors, len(ctx.needs_input_grad) - 1
+    needs = needed(ctx, saved[:count])
+    if len(saved) > count:  # states are among them
+        return _gradients_by_states(ctx.text, ctx.kept, needs, grad_y, saved, needs != ctx.needs_input_grad)
     if torch.is_grad_enabled():
         return _gradients(ctx.text, needs, grad_y, saved, _recorded_backward)
     if not ctx.is_x_kept:  # kernels are given an x to point at, of which they read nothing

@@ -23,6 +23,7 @@ from factorlayer.activations.named import activate
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.backward import sums_text
 from factorlayer.autograd.layer_ops import missing_extension, refuse_traced_gradients, transforms_active
+from factorlayer.autograd.needed import needed
 from factorlayer.autograd.runtime import dtype_name, tf32_allowed
 from factorlayer.autograd.vectors import are_vectors, one_by_one
 from factorlayer.device.gpu import Gpu
@@ -262,11 +263,11 @@ def _walk(numbers: Sequence[int], initial: Tensor, of_rows: Sequence[Tensor | No
 
 
 def _backward_of(ctx: Any, grad_output: Tensor, gradients: Callable[..., tuple[Tensor, ...]]) -> tuple[Any, ...]:
-    none = (None,) * (3 + PLACES)
-    wanted = tuple(ctx.needs_input_grad[len(none) :])
+    none, saved = (None,) * (3 + PLACES), ctx.saved_tensors
+    wanted = needed(ctx, saved[1:])[len(none) :]
 
     def run(grad_output: Tensor) -> tuple[Tensor, ...]:
-        return gradients(*ctx.call, wanted, grad_output, *ctx.saved_tensors)
+        return gradients(*ctx.call, wanted, grad_output, *saved)
 
     found = iter(one_by_one(run, grad_output) if are_vectors(grad_output) else run(grad_output))
     return *none, *(next(found) if want else None for want in wanted)
@@ -409,12 +410,13 @@ class _InputProduct(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x, weight, bias)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
+        x, weight, _ = saved = ctx.saved_tensors
+        of_x, of_weight, of_bias = needed(ctx, saved)
         recorded = torch.is_grad_enabled() or are_vectors(grad)
         return (
             grad @ weight if of_x else None,

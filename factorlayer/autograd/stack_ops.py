@@ -48,6 +48,7 @@ from factorlayer.autograd.layerwise import (
     texts_by_layers,
     without_activation,
 )
+from factorlayer.autograd.needed import needed
 from factorlayer.autograd.runtime import class_of_batch
 from factorlayer.autograd.vectors import are_vectors
 from factorlayer.kernels.batches import BATCHES, LAST
@@ -387,7 +388,10 @@ class _Stack(Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # asked for once: checkpointing brings them back only once
-        return _back(ctx.text, ctx.layers, ctx.needs_input_grad[1:], grad_y, saved[: ctx.states], saved[ctx.states :])
+        states, given = saved[: ctx.states], saved[ctx.states :]
+        # Layers that keep states for each other make all gradients.
+        needs = ctx.needs_input_grad if states else needed(ctx, given)
+        return _back(ctx.text, ctx.layers, needs[1:], grad_y, states, given)
 
 
 def _kept_by(layers: str, x: Tensor, learns: bool) -> str:
@@ -425,11 +429,13 @@ if layer_ops.stack_at_once is not layer_ops.not_at_once:  # then all that follow
 
         @staticmethod
         def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
-            return _back(ctx.text, ctx.text, ctx.needs_input_grad[1:], grad_y, (), ctx.saved_tensors)
+            saved = ctx.saved_tensors
+            return _back(ctx.text, ctx.text, needed(ctx, saved)[1:], grad_y, (), saved)
 
     def _backward_at_once(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
         """What autograd's engine calls, as in layer_ops.py."""
-        saved, needs = ctx.saved_tensors, ctx.needs_input_grad
+        saved = ctx.saved_tensors
+        needs = needed(ctx, saved)
         made: tuple[Any, ...] | None = None
         if not torch.is_grad_enabled():
             made = layer_ops._gradients_at_once(ctx.text, grad_y.contiguous(), saved, needs)
