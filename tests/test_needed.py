@@ -52,6 +52,7 @@ def inputs(count: int) -> list[Tensor]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
     """What each backward pass of a Function is found to be asked for, without what is no tensor."""
     found: list[tuple[bool, ...]] = []
+    monkeypatch.setattr(needed, "ASKED", 0)
 
     def record(ctx: Any, given: Any) -> tuple[bool, ...]:
         needs = needed.needed(ctx, given)
@@ -113,7 +114,20 @@ def test_inputs_of_a_backward_pass_are_all_that_gets_a_gradient(asked: list[tupl
     assert sum(map(sum, asked)) == 1
 
 
-def test_outside_of_a_pass_all_is_needed_that_may_be() -> None:
+def test_small_layers_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question may take as long as all their gradients."""
+    questions: list[Any] = []
+    monkeypatch.setattr(needed, "_will_execute", lambda node: questions.append(node) or True)
+    module, (x,) = layer(), inputs(1)
+    torch.autograd.grad(module(x).sum(), x)
+    assert not questions
+    monkeypatch.setattr(needed, "ASKED", x.numel())
+    torch.autograd.grad(module(x).sum(), x)
+    assert questions
+
+
+def test_outside_of_a_pass_all_is_needed_that_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needed, "ASKED", 0)
     x = torch.ones(3, requires_grad=True)
     node = (x * x).grad_fn
     assert node is not None
