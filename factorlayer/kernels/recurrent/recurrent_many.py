@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from factorlayer.device.code import Told, constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.batches import FEW
+from factorlayer.kernels.batches import FEW, sequences_of_class
 from factorlayer.kernels.passes import OneSpread, Pass
 from factorlayer.kernels.recurrent import recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS
 from factorlayer.kernels.recurrent.recurrent_spread import (
     STEPS_HELD,
     RecurrentSpread,
-    RecurrentSpreadBackward,
     SharedOut,
     fastest_shared,
 )
@@ -205,28 +204,33 @@ class RecurrentCounters(OneSpread):
         return constants({"THREADS": self.threads, "COUNTERS": self.count})
 
 
+Many = TypeVar("Many", bound=RecurrentMany)
+
+
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentMany | None:
-    if _are_few(RecurrentSpread, recurrence, dtype, batch, gpu):
-        return None
-    return fastest_shared(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
+    found = fastest_shared(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
+    return _unless_faster(recurrent_spread.tile, found, batch)
 
 
 def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentManyBackward | None:
-    if _are_few(RecurrentSpreadBackward, recurrence, dtype, batch, gpu):
-        return None
-    return fastest_shared(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
+    found = fastest_shared(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
+    return _unless_faster(recurrent_spread.tile_backward, found, batch)
 
 
-def _are_few(other: type[RecurrentSpread], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> bool:
-    """Whether the `other` family has a kernel for the class of up to 64 sequences, which has one plan: with 16 of them
-    it takes half of the time."""
-    return batch <= FEW and any(True for _ in recurrent_spread.tilings(other, recurrence, dtype, batch, gpu))
+def _unless_faster(other: Callable[..., RecurrentSpread | None], found: Many | None, batch: int) -> Many | None:
+    """What is found, unless the `other` family is faster with 8, 16, 32 and 64 sequences together, which have one plan.
+    (The registry compares families by 12 to 48, as layers; groups take a turn more with these than with 8 to 32.)"""
+    if found is None or batch > FEW:
+        return found
+    spread = other(found.recurrence, found.dtype, batch, found.gpu)
+
+    def together(plan: SharedOut) -> float:
+        return math.prod(map(plan.us_of, sequences_of_class(batch)))
+
+    return None if spread is not None and together(spread) < together(found) else found
 
 
-Tiled = TypeVar("Tiled", bound=RecurrentMany)
-
-
-def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Tiled]:
+def tilings(family: type[Many], recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Iterator[Many]:
     chain = recurrence.chain
     takes = chain.is_dense and not chain.parameters and recurrence.reset == "after" and dtype in DTYPES
     if not takes or not gpu.wgmma:
