@@ -34,9 +34,9 @@ FURTHER_LAYER = 0.51
 # What a row adds to the one kernel of cuDNN's that sums up biases' gradients, of any number of columns, in profiles of
 # an H200: 24,576 to 131,072 rows of 256 and 512 features took 24 to 26 ns each
 BIAS_ROW_US = 0.0255
-# What a step back takes more in TF32 than products and gates are predicted to: rows of an H200 with 16 to 256 sequences
-# of 256 to 1024 features, 2 to 10 each
-TF32_BACK_US = 3.0
+# What a step back takes more in TF32 for each feature than products are predicted to, as cuDNN's kernels do not split
+# the sum of three times as many: rows of an H200 with 16 and 256 sequences of 256 to 1024 features, 6 to 14 nanoseconds
+TF32_BACK_US = 7.5e-3
 SUM_US = 11.4  # of a sum over few or many rows at least: 671 of 128 and of 384, in the same profiles
 
 
@@ -176,7 +176,7 @@ def steps_us(unit: Unit, dtype: str, in_tf32: bool, given: Sequences, training: 
             continue
         moved = OF_GATES_BACK if goes_back else OF_GATES + KEPT * training
         made = back(together, h, GATES * h) if goes_back else product(together, GATES * h, h)
-        further = TF32_BACK_US if computed == "tf32" and goes_back else 0.0
+        further = TF32_BACK_US * h if computed == "tf32" and goes_back else 0.0
         found.append(made.us(computed, gpu) + Pointwise(moved * together * h).us(dtype, gpu) + further)
     forward, back_us = found
     return forward, back_us
