@@ -143,7 +143,7 @@ template <class T> class Backward {
     const int64_t samples = run_.samples;
     Buffers b{};
     for (T** rows : {&b.x, &b.rows[0], &b.rows[1]}) *rows = take(run_.widest * samples);
-    int64_t largest = 0;  // state between two phases
+    int64_t largest = 0;  // states between two phases
     for (int64_t l = 0; l < count_; ++l) {
       const Layer<T>& layer = layers_[l];
       Kept& kept = b.kept.emplace_back();
@@ -151,7 +151,7 @@ template <class T> class Backward {
       kept.z = take(layer.out * samples);
       kept.y = l + 1 < count_ ? take(layer.out * samples) : nullptr;
       for (const Phase& phase : layer.cut->phases)
-        if (phase.last < layer.stages) largest = std::max(largest, phase.out * phase.slabs);
+        if (phase.last < layer.stages) largest = std::max(largest, layer.chain.rank * phase.out * phase.slabs);
     }
     for (T*& between : b.between) between = take(largest * samples);
     b.workers.take(run_.workers, run_.scratch_size, take);
@@ -199,7 +199,7 @@ template <class T> class Backward {
       const bool ends = l + 1 == reach_;
       if (ends && !layer.activation) return;  // its states are made on the way back
       layer.contract_all(count, rows, kept.z, kept.states, b.workers);
-      kept.has_states = layer.chain.rank == 1;
+      kept.has_states = layer.chain.rank == 1 || layer.cut->phases.size() > 1;
       if (ends) return;
       T* y = layer.activation ? kept.y : kept.z;
       if (y != kept.z) std::copy(kept.z, kept.z + count * layer.out, y);
@@ -247,11 +247,7 @@ template <class T> class Backward {
       if (!passes && wanted_[l].earliest == layer.stages) return;
       const bool apart = l || grad_inputs_;
       T* gx = !passes ? nullptr : apart ? b.rows[l % 2] : held_.output_rows(grad_x_, first, run_.in, b.rows[0]);
-      if (layer.cut->phases.size() == 1) {
-        go_back(l, 0, count, 0, layer.chain.rank, b.kept[l].x, g, gx, false, b);
-      } else {
-        for (int64_t r = 0; r < layer.chain.rank; ++r) go_back(l, count, r, g, gx, b);
-      }
+      go_back(l, count, g, gx, b);
       if (!passes) return;
       g = gx;
     }
@@ -259,20 +255,22 @@ template <class T> class Backward {
     held_.write_rows(grad_x_, first, count, run_.in, g, b.workers);
   }
 
-  // The phases of term r, from the last to the first one needed; gx is null where it is not wanted.
-  void go_back(int64_t l, int64_t count, int64_t r, const T* g, T* gx, const Buffers& b) const {
+  // The phases of all terms, from the last to the first one needed; gx is null where it is not wanted.
+  void go_back(int64_t l, int64_t count, const T* g, T* gx, const Buffers& b) const {
     const Layer<T>& layer = layers_[l];
     const Kept& kept = b.kept[l];
     const int64_t phases = int64_t(layer.cut->phases.size());
     int64_t reach = phases;  // behind the last phase of which a weight's gradient is wanted, whose x has to be there
     while (reach && !wants_of(l, layer.cut->phases[reach - 1], 0)) --reach;
-    if (!kept.has_states && reach) layer.run_term(r, reach - 1, count, kept.x, nullptr, kept.states, b.workers);
+    if (!kept.has_states && reach) layer.run_phases(reach - 1, count, kept.x, nullptr, kept.states, b.workers);
+    OfTerms<const T> from{g, 0};
     for (int64_t i = phases; i--;) {
       const bool needed = gx || wanted_[l].earliest < layer.cut->phases[i].first;  // the gradient of the phase's x
-      T* to = !needed ? nullptr : i ? b.between[i % 2] : gx;
-      go_back(l, i, count, r, r + 1, i ? kept.states.between[i - 1] : kept.x, g, to, i == 0 && r > 0, b);
+      const OfTerms<T> to = !needed ? OfTerms<T>{} : i ? layer.behind(i - 1, count, b.between[i % 2]) : OfTerms<T>{gx, 0};
+      const OfTerms<T> x = i ? layer.behind(i - 1, count, kept.states.between[i - 1]) : OfTerms<T>{const_cast<T*>(kept.x), 0};
+      go_back(l, i, count, {x.rows, x.apart}, from, to, b);
       if (!needed) return;
-      g = to;
+      from = {to.rows, to.apart};
     }
   }
 
@@ -284,9 +282,9 @@ template <class T> class Backward {
     return std::find(first, last, true) != last;
   }
 
-  // A phase of the terms from .. to - 1: from its x and the gradient of what it makes. gx, which is null where it is not wanted,
-  // is added to what there is if `adds`.
-  void go_back(int64_t l, int64_t which, int64_t count, int64_t from, int64_t to, const T* x, const T* g, T* gx, bool adds,
+  // A phase of all terms: from its x and the gradient of what it makes. gx, which is null where it is not wanted, is their sum
+  // where they have the same x.
+  void go_back(int64_t l, int64_t which, int64_t count, OfTerms<const T> x, OfTerms<const T> g, OfTerms<T> gx,
                const Buffers& b) const {
     const Layer<T>& layer = layers_[l];
     const Phase& phase = layer.cut->phases[which];
@@ -296,16 +294,17 @@ template <class T> class Backward {
     layer.for_chunks(which, count, b.kept[l].states, b.workers,
                      [=, &layer, &phase, &b](const Chunk& chunk, const auto& own, int64_t worker, const auto& by) {
       const bool is_there = has_states && !phase.in_place();
-      const T* chunk_x = !needs_x ? nullptr : is_there ? own.x : by.gather(phase, chunk, phase.in, x, own.x);
-      const T* chunk_g = by.gather(phase, chunk, phase.out, g, own.grad_y);
-      T* chunk_gx = !gx ? nullptr : phase.in_place() ? gx + chunk.unit * phase.in : own.grad_x;
-      for (int64_t r = from; r < to; ++r) {
+      const T *chunk_x = nullptr, *chunk_g = nullptr;
+      for (int64_t r = 0; r < layer.chain.rank; ++r) {
+        if (needs_x && (r == 0 || !x.same()))
+          chunk_x = is_there ? own.x : by.gather(phase, chunk, phase.in, x.of(r), own.x);
+        if (r == 0 || !g.same()) chunk_g = by.gather(phase, chunk, phase.out, g.of(r), own.grad_y);
+        T* chunk_gx = !gx.rows ? nullptr : phase.in_place() ? gx.of(r) + chunk.unit * phase.in : own.grad_x;
         if (!has_states && needs_states)
           layer.contract_chunk(phase, chunk, r, phase.size() - 1, chunk_x, own.after, nullptr, false, by);
-        const bool adds_here = r > from || (adds && phase.in_place());
-        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, adds_here, own.after, b.sum + worker * sums_size_, by);
+        go_back(l, phase, chunk, r, chunk_x, chunk_g, chunk_gx, r > 0 && gx.same(), own.after, b.sum + worker * sums_size_, by);
+        if (gx.rows && (r + 1 == layer.chain.rank || !gx.same())) by.scatter(phase, chunk, phase.in, chunk_gx, gx.of(r));
       }
-      if (gx) by.scatter(phase, chunk, phase.in, chunk_gx, gx, adds);
     });
   }
 

@@ -67,8 +67,8 @@ template <class T> struct Alone {
   const T* gather(const Phase& phase, const Chunk& chunk, int64_t size, const T* rows, T* local) const {
     return phase.gather(chunk, size, rows, local);
   }
-  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows, bool adds) const {
-    if (!phase.in_place()) phase.scatter(chunk, size, local, rows, adds);
+  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows) const {
+    if (!phase.in_place()) phase.scatter(chunk, size, local, rows);
   }
   // f(part, scratch) for all positions of a contraction
   template <class F> void for_positions(const Contraction& c, F&& f) const { f(Positions::all(c), scratch); }
@@ -87,11 +87,11 @@ template <class T> struct Together {
     });
     return local;
   }
-  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows, bool adds) const {
+  void scatter(const Phase& phase, const Chunk& chunk, int64_t size, const T* local, T* rows) const {
     if (phase.in_place()) return;
     rows += chunk.unit * size;
     workers.share(size, kLanes<T>, [=](int64_t first, int64_t end, int64_t) {
-      if (first < end) Phase::scatter_some(chunk, size, first, end, local, rows, adds);
+      if (first < end) Phase::scatter_some(chunk, size, first, end, local, rows);
     });
   }
   template <class F> void for_positions(const Contraction& c, F&& f) const {
@@ -141,8 +141,17 @@ template <class T> struct Held {
   }
 };
 
+// Rows of each of a layer's terms: `apart` numbers lie between those of two terms, or all have the same rows, if it is 0.
+template <class U> struct OfTerms {
+  U* rows;
+  int64_t apart;
+
+  bool same() const { return !apart; }
+  U* of(int64_t term) const { return rows + term * apart; }
+};
+
 // A task's memory for a layer: of each worker and phase the states of a chunk, and behind all phases but the last one those of a
-// block.
+// block, of all terms.
 template <class T> struct States {
   struct OfChunk {
     T *x, *y, *grad_y, *grad_x;  // brought together, where a chunk is not done in place
@@ -257,7 +266,7 @@ template <class T> struct Layer {
     states.chunk.resize(size_t(workers));
     for (const Phase& phase : cut->phases) {
       for (auto& of_worker : states.chunk) of_worker.push_back(make_chunk(phase, keeps, take));
-      if (phase.last < stages) states.between.push_back(take(phase.out * phase.slabs * samples));
+      if (phase.last < stages) states.between.push_back(take(chain.rank * phase.out * phase.slabs * samples));
     }
     return states;
   }
@@ -313,34 +322,41 @@ template <class T> struct Layer {
     }
   }
 
-  // A phase of the terms from .. to - 1, of rows x to rows (+)= y.
-  void run(int64_t which, int64_t samples, int64_t from, int64_t to, const T* x, T* y, bool adds, const States<T>& states,
+  // The rows between a phase and the next one.
+  OfTerms<T> behind(int64_t which, int64_t samples, T* rows) const {
+    const Phase& phase = cut->phases[which];
+    return {rows, phase.out * phase.slabs * samples};
+  }
+
+  // A phase of all terms. Where they have the same x it is brought together once for all of them, and y, which is their sum, is
+  // taken to its place once.
+  void run(int64_t which, int64_t samples, OfTerms<const T> x, OfTerms<T> y, const States<T>& states,
            const Workers<T>& workers) const {
     const Phase& phase = cut->phases[which];
     for_chunks(which, samples, states, workers, [=, &phase](const Chunk& chunk, const auto& own, int64_t, const auto& by) {
-      const T* chunk_x = by.gather(phase, chunk, phase.in, x, own.x);
-      T* chunk_y = phase.in_place() ? y + chunk.unit * phase.out : own.y;
-      for (int64_t r = from; r < to; ++r)
-        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, r > from || (adds && phase.in_place()), by);
-      by.scatter(phase, chunk, phase.out, chunk_y, y, adds);
+      const T* chunk_x = nullptr;
+      for (int64_t r = 0; r < chain.rank; ++r) {
+        if (r == 0 || !x.same()) chunk_x = by.gather(phase, chunk, phase.in, x.of(r), own.x);
+        T* chunk_y = phase.in_place() ? y.of(r) + chunk.unit * phase.out : own.y;
+        contract_chunk(phase, chunk, r, phase.size(), chunk_x, own.after, chunk_y, r > 0 && y.same(), by);
+        if (r + 1 == chain.rank || !y.same()) by.scatter(phase, chunk, phase.out, chunk_y, y.of(r));
+      }
     });
   }
 
-  // The first `count` phases of term r, whose results go to states.between, or to y.
-  void run_term(int64_t r, int64_t count, int64_t samples, const T* x, T* y, const States<T>& states,
-                const Workers<T>& workers) const {
+  // The first `count` phases, whose results go to states.between, or to y.
+  void run_phases(int64_t count, int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {
+    OfTerms<const T> from{x, 0};
     for (int64_t i = 0; i < count; ++i) {
-      const bool last = i + 1 == int64_t(cut->phases.size());
-      T* to = last ? y : states.between[i];
-      run(i, samples, r, r + 1, x, to, last && r > 0, states, workers);
-      x = to;
+      const OfTerms<T> to = i + 1 == int64_t(cut->phases.size()) ? OfTerms<T>{y, 0} : behind(i, samples, states.between[i]);
+      run(i, samples, from, to, states, workers);
+      from = {to.rows, to.apart};
     }
   }
 
   // From rows x to rows y, before the bias.
   void contract_all(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {
-    if (cut->phases.size() == 1) return run(0, samples, 0, chain.rank, x, y, false, states, workers);
-    for (int64_t r = 0; r < chain.rank; ++r) run_term(r, int64_t(cut->phases.size()), samples, x, y, states, workers);
+    run_phases(int64_t(cut->phases.size()), samples, x, y, states, workers);
   }
 
   void forward(int64_t samples, const T* x, T* y, const States<T>& states, const Workers<T>& workers) const {

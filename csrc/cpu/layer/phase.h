@@ -72,7 +72,7 @@ struct Phase {
       return rows;
     }
     if (by_columns) {
-      move(size / inner, chunk.columns, rows + chunk.column, inner, local, chunk.columns, false);
+      move(size / inner, chunk.columns, rows + chunk.column, inner, local, chunk.columns);
       return local;
     }
     gather_some(chunk, size, 0, size, rows, local);
@@ -88,25 +88,25 @@ struct Phase {
         std::fill(local + i * padded + chunk.units, local + (i + 1) * padded, T(0));
   }
 
-  // rows (+)= a chunk that has been made in `local`.
-  template <class T> void scatter(const Chunk& chunk, int64_t size, const T* local, T* rows, bool add) const {
+  // A chunk that has been made in `local`, to rows.
+  template <class T> void scatter(const Chunk& chunk, int64_t size, const T* local, T* rows) const {
     rows += chunk.unit * size;
-    if (by_columns) move(size / inner, chunk.columns, local, chunk.columns, rows + chunk.column, inner, add);
-    else scatter_some(chunk, size, 0, size, local, rows, add);
+    if (by_columns) move(size / inner, chunk.columns, local, chunk.columns, rows + chunk.column, inner);
+    else scatter_some(chunk, size, 0, size, local, rows);
   }
   template <class T>
-  static void scatter_some(const Chunk& chunk, int64_t size, int64_t first, int64_t end, const T* local, T* rows, bool add) {
-    transpose<T>(end - first, chunk.units, local + first * chunk.block.samples, chunk.block.samples, rows + first, size, add);
+  static void scatter_some(const Chunk& chunk, int64_t size, int64_t first, int64_t end, const T* local, T* rows) {
+    transpose<T>(end - first, chunk.units, local + first * chunk.block.samples, chunk.block.samples, rows + first, size);
   }
 
  private:
   template <class T>
-  static void move(int64_t count, int64_t width, const T* from, int64_t from_row, T* to, int64_t to_row, bool add) {
+  static void move(int64_t count, int64_t width, const T* from, int64_t from_row, T* to, int64_t to_row) {
     constexpr int64_t L = kLanes<T>;
     for (int64_t i = 0; i < count; ++i, from += from_row, to += to_row) {
       int64_t at = 0;
-      for (; at + L <= width; at += L) store(to + at, add ? load(to + at) + load(from + at) : load(from + at));
-      for (; at < width; ++at) to[at] = from[at] + (add ? to[at] : T(0));
+      for (; at + L <= width; at += L) store(to + at, load(from + at));
+      for (; at < width; ++at) to[at] = from[at];
     }
   }
 };
@@ -152,7 +152,7 @@ template <class T> class Phases {
     for (int64_t to = 1; to <= n; ++to)
       for (int64_t from = to - 1; from >= 0; --from) {
         if (to - from > kMostTogether && (from > 0 || to < n)) continue;
-        const double before = cost[from] + (from ? far_cost(in_of(all_[from])) : 0) + (from && to == n ? again_cost() : 0);
+        const double before = cost[from] + (from ? far_cost(in_of(all_[from])) : 0);
         for (const Phase& phase : ways(from, to))
           if (const double whole = before + cost_of(phase); whole < cost[to]) cost[to] = whole, last[to] = phase;
       }
@@ -162,15 +162,11 @@ template <class T> class Phases {
     return {found, cost[n]};
   }
 
-  // What a state costs that does not stay in cache from one phase to the next.
+  // What a state costs that does not stay in cache from one phase to the next, among those of the other terms.
   double far_cost(int64_t elements) const {
     const double bytes = double(elements * int64_t(sizeof(T)));
-    return bytes > double(kNearBytes) ? 2 * kFarCost * bytes * double(samples_) / double(workers_) : 0;  // written and read
-  }
-
-  // And that of each term, all of whose phases come before the next one's: x again, and y that is added to.
-  double again_cost() const {
-    return double(rank_ - 1) / double(rank_) * (far_cost(in_of(all_.front())) / 2 + far_cost(out_of(all_.back())));
+    if (double(rank_) * bytes <= double(kNearBytes)) return 0;
+    return 2 * kFarCost * bytes * double(samples_) / double(workers_);  // written and read
   }
 
   std::vector<Phase> ways(int64_t from, int64_t to) const {
@@ -256,14 +252,16 @@ template <class T> class Phases {
     return cost + prepared * double(samples_) / double(rows_);
   }
 
-  // Of one chunk.
+  // Of one chunk and term. Terms share what is done of x and y.
   double cost_of(const Phase& phase, int64_t units) const {
     const int64_t in = phase.in, out = phase.out;
+    const bool ends = phase.last == int64_t(all_.size());
+    const double of_in = phase.first ? 1 : 1 / double(rank_), of_out = ends ? 1 / double(rank_) : 1;
     double cost = kCallCost, inside = 0, weights = 0;
     for (int64_t i = 0; i < phase.size(); ++i) {
       const Contraction c = phase.contraction(i, phase.columns);
       // For gradients all phases but the last make what the next one reads, and each makes its own states.
-      const int64_t times = backward_ ? (phase.last < int64_t(all_.size())) + (i + 1 < phase.size()) : 1;
+      const int64_t times = backward_ ? !ends + (i + 1 < phase.size()) : 1;
       const bool dotted = !needs_transposed_weight<T>(c, phase.interleaved, rows_ * phase.slabs);
       cost += double(times) * contract_cost<T>(c, units, phase.interleaved, dotted);
       if (backward_) cost += gradients_cost<T>(c, units, phase.interleaved);
@@ -273,13 +271,17 @@ template <class T> class Phases {
     if (phase.interleaved) {
       const double states = inside + double(in + out) * (backward_ ? 2 : 1);
       if (weights == 0 && states * double(L * sizeof(T)) > 2 * kNearBytes) return kNever;
-      const double ways = backward_ && phase.last < int64_t(all_.size()) ? 2 : 1;
-      cost += transpose_cost<T>(units, in) * (backward_ ? ways + 1 : 1) + transpose_cost<T>(units, out) * ways;
+      const double ways = backward_ && !ends ? 2 : 1;
+      cost += transpose_cost<T>(units, in) * of_in * (backward_ ? ways + 1 : 1) + transpose_cost<T>(units, out) * of_out * ways;
       inside += double(in + out);
     } else if (phase.by_columns) {
-      cost += kCopyCost * double((in + out) / phase.inner) * vectors<T>(phase.columns) * (backward_ ? 1.5 : 1);
+      cost += kCopyCost * (double(in) * of_in + double(out) * of_out) / double(phase.inner) * vectors<T>(phase.columns) *
+              (backward_ ? 1.5 : 1);
     }
     const double bytes = inside * double(units * int64_t(sizeof(T)));
+    const double again = (double(in) * (1 - of_in) * (backward_ ? 4 : 1) + double(out) * (1 - of_out) * 2) * double(units) *
+                         double(sizeof(T));  // x and y of a chunk, for each term but the first
+    if (again > double(2 * kNearBytes)) cost += kFarCost * again;
     if (weights > 0) cost += 2 * kFarCost * std::max(0.0, bytes - double(kUntiedBytes));
     else if (bytes > double(2 * kNearBytes)) cost += 2 * kFarCost * bytes;
     const double read = double(in * units / phase.inner * phase.columns) * double(sizeof(T)) * (backward_ ? 2 : 1);
