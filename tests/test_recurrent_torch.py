@@ -56,6 +56,25 @@ def test_compiles_as_a_whole(kind: str, dynamic: bool) -> None:
         assert_same(with_gradients(module, compiled, x), with_gradients(module, module, x))
 
 
+@pytest.mark.parametrize("kind", ["dense", "kronecker"])
+def test_a_graph_takes_the_longest_length_that_it_computes(kind: str) -> None:
+    """Also where there is none, which a compiler cannot tell of a number that it has not seen."""
+    torch._dynamo.reset()
+    module = gru(kind)
+
+    def call(x: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
+        return list(module(x, cu_seqlens=bounds, max_seqlen=bounds.diff().max().item()))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for lengths in ([3, 0, 4], [1, 5, 1], [2, 2, 2]):
+            bounds = torch.tensor([0, *lengths]).cumsum(0)
+            x = torch.randn(int(bounds[-1]), 4)
+            assert_same(compiled(x, bounds), call(x, bounds))
+        nothing = torch.zeros(4, dtype=torch.int64)
+        assert_same(compiled(torch.randn(0, 4), nothing), call(torch.randn(0, 4), nothing))
+
+
 @pytest.mark.parametrize("kind", ["kronecker"])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The given buffer is not writable")
 @pytest.mark.feature("FactorGRU: torch.export", result="works")

@@ -145,6 +145,8 @@ def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) ->
         raise ValueError(
             f"{who}: max_seqlen should be an integer, the length of the longest sequence or more; it is {max_seqlen!r}"
         )
+    elif is_compiling():  # for a compiler that cannot tell whether there are steps, as of what t.item() returned
+        max_seqlen = torch.sym_max(max_seqlen, 1)
     return Walk(lengths.shape[0], max_seqlen, 0, 1, bounds[:-1], lengths)
 
 
