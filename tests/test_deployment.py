@@ -185,6 +185,23 @@ def test_traced_sizes_are_numbers(kind: str) -> None:
         torch.testing.assert_close(traced(*given), call(*given))
 
 
+@pytest.mark.parametrize("kind", ["layer", "block"])
+def test_traced_weights_that_are_constants(kind: str) -> None:
+    """PyTorch takes them out of their list at the first call."""
+    module, x = make(kind).eval(), torch.randn(5, 16)
+    with torch.no_grad():
+        traced = torch.jit.freeze(torch.jit.trace(module, (x,)))
+        torch.testing.assert_close(traced(x), module(x))
+        with pytest.raises(
+            RuntimeError, match=r"trace a module, and do not freeze it, or use implementation='batched'"
+        ):
+            traced(x)
+        module.implementation = "batched"
+        traced = torch.jit.freeze(torch.jit.trace(module, (x,)))
+        for _ in range(2):
+            torch.testing.assert_close(traced(x), module(x))
+
+
 @pytest.mark.parametrize("kind", ["layer", "block", "fuse"])
 def test_traced_with_gradients_it_is_refused_or_batched(kind: str) -> None:
     module, x = make(kind), torch.randn(5, 16)
