@@ -203,7 +203,8 @@ class GRUDecoder(nn.Module):
             reason = why_not(cell.recurrence) if is_dense(cell.inputs) else "its input matrices should be dense"
             if reason is not None:
                 return reason
-        return decode_ops.why_not_fused(self._text(_bits(state.shape[1])), state)
+        chain = self._cells[0].recurrence.chain
+        return decode_ops.why_not_fused(self._text(_bits(state.shape[1])), chain, state)
 
     def _text(self, bits: int) -> str:
         made: Made = "scores" if self.k else "drawn" if self._kind == "sample" else "best"
@@ -212,15 +213,20 @@ class GRUDecoder(nn.Module):
 
     def _text_for(self, state: Tensor) -> str | None:
         """The op's text, or None where the modules' own calls have to do it."""
+        if not is_compiling() and torch._C._is_tracing():
+            self._refuse_fused("torch.jit.trace takes numbers of samples for tensors, which its op is not given")
+            return None
         key = _bits(state.shape[1]), state.dtype, state.device
         if key not in self._known:
             reason = self.why_not_fused(state)
-            if reason is not None and self.implementation == "fused":
-                raise RuntimeError(
-                    f"GRUDecoder: implementation='fused' cannot run: {reason}; or use implementation='auto'"
-                )
+            if reason is not None:
+                self._refuse_fused(reason)
             self._known[key] = self._text(key[0]) if reason is None else None
         return self._known[key]
+
+    def _refuse_fused(self, reason: str) -> None:
+        if self.implementation == "fused":
+            raise RuntimeError(f"GRUDecoder: implementation='fused' cannot run: {reason}; or use implementation='auto'")
 
     def _tensors(self) -> tuple[Tensor, ...] | None:
         """The parameters in the op's order, or None where something stands between them and their modules' calls."""

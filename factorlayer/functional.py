@@ -132,6 +132,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def _described(structure: Structure, shapes: Shapes, bias: bool, stage: str) -> tuple[LayerSpec, Chain]:
     """The layer that weights of such shapes stand for. It is kept, as finding it takes longer than a small layer."""
+    if not is_dynamo_compiling() and torch._C._is_tracing():  # whose sizes are tensors
+        shapes = tuple(tuple(map(int, shape)) for shape in shapes)
     try:
         return (_made if is_dynamo_compiling() else _known)(structure, shapes, bias, stage)
     except TypeError:  # what has no hash, as sizes that are only known later

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation, implementation_name
-from factorlayer.layers import is_hooked
+from factorlayer.layers import is_compiled, is_hooked
 from factorlayer.mlp import FactorMLP
 from factorlayer.stacks.graph import Reasons, signature
 from factorlayer.stacks.pieces import InParts, Whole, piece_of
@@ -45,7 +45,8 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     Args:
         inplace: puts each part that can be fused into the module as what fuse returns for it, and returns the module
             itself, whose class, methods and hooks stay; torch.compile and torch.export follow it. A module that is
-            itself what can be fused becomes what fuse returns for it, and stays the same object.
+            itself what can be fused becomes what fuse returns for it: it stays the same object, and is no instance of
+            its old class any more.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fuse: module should be an nn.Module, it is {type(module).__name__}")
@@ -57,6 +58,11 @@ def fuse(module: nn.Module, implementation: Implementation = "auto", inplace: bo
     if isinstance(module, FactorMLP):
         return module
     given = module.module if isinstance(module, Fused) else module
+    if is_compiled(module):
+        raise ValueError(
+            f"fuse: {type(module).__name__} is compiled, and would go on as it was; fuse it with inplace=True "
+            "before, and compile what that returns"
+        )
     paths = list(piece_of(given, "", Reasons(), chosen, is_part=True).places()) if inplace else [""]
     if "" in paths and is_hooked(given):
         raise ValueError(

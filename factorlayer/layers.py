@@ -58,7 +58,12 @@ HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backwa
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling a module does something else than its class's forward."""
     own = vars(module)
-    return any(own[name] for name in HOOKS) or "forward" in own
+    return any(own[name] for name in HOOKS) or "forward" in own or is_compiled(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made it of another module, or module.compile() was called."""
+    return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def _is_hooked_inside(module: nn.Module) -> bool:

@@ -217,5 +217,5 @@ def _activated(y: Tensor, activation: Activation) -> Tensor:
 def _sizes(width: Width) -> tuple[int, ...]:
     sizes: tuple[Any, ...] = plain(tuple(width) if isinstance(width, list | tuple) else (width,))
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"FactorMLP: a width should be a positive number, or several; it is {width}")
+        raise ValueError(f"FactorMLP: a width should be a positive number, or several; it is {width!r}")
     return sizes

@@ -371,7 +371,7 @@ class FactorGRUCell(Gated):
         if hx is not None and (not isinstance(hx, Tensor) or tuple(hx.shape) != shape):
             came = f"has {tuple(hx.shape)}" if isinstance(hx, Tensor) else f"is of the type {type(hx).__name__}"
             raise ValueError(f"FactorGRUCell: hx should have the shape {shape}, it {came}")
-        (cell,), batch = self.cells, input.shape[:-1].numel()
+        (cell,), batch = self.cells, input.shape[0] if input.dim() == 2 else 1
         rows = [x.reshape(batch, x.shape[-1]) for x in inputs]
         rows, hx, parameters, further = self._given(rows, None if hx is None else hx.reshape(batch, self.hidden_size))
         x = rows[0]

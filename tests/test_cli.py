@@ -656,6 +656,7 @@ def test_a_checkpoint_is_loaded(suffix: str, models: Path) -> None:
             "a Python file that exists should be given before the function; there is no nots",
         ),
         ("--model nets.py:Not 4 check", "'--model': nets.py should have a function Not; it has none"),
+        ("--model nets.py:__name__ 4 check", "should have a function __name__; it has a str of that name"),
         ("--model nets.py:Brancing 4 check", "have a function Brancing; it has none; did you mean 'Branching'?"),
         ("--model nets.py:Net 4 bench --implementation dense", "dense cannot run: it stands beside a layer or --mlp"),
         ("--model nets.py:broken 4 check", "nets.py:broken() raised KeyError: 'boo' (line 68 of"),

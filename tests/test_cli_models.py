@@ -322,7 +322,7 @@ def test_report_predicts_measures_and_draws(nets: Path) -> None:
         ("convert --model nets.py:make_model --map *=monarch --output no/y.safetensors", "there is no no"),
         (
             "convert --model nets.py:make_model --checkpoint bad.safetensors --map *=monarch",
-            "cannot be read as safetensors",
+            "should be a safetensors file, as save_converted writes them; it cannot be read as one",
         ),
         ("convert --model nets.py:make_model --checkpoint no.safetensors --map *=monarch", "cannot be read"),
         ("convert --model nets.py:make_model --checkpoint 3.safetensors --map *=monarch", "does not fit the model"),

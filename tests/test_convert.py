@@ -387,8 +387,13 @@ def test_blocks_and_fused_models_keep_their_layers() -> None:
     whys = {f"{kind} runs it as part of a stack: convert the model first" for kind in ("FactorMLP", "Fused")}
     assert {each.why for each in done.left} == whys
     convert(part, {"*": MONARCH})
-    with pytest.raises(ValueError, match=r"restore: fused\.0 cannot be restored: Fused runs it as part"):
-        restore(nn.ModuleDict({"fused": fuse(part)}))
+    fused = fuse(part)
+    with pytest.raises(
+        ValueError, match=r"restore: fused\.0 cannot be restored: Fused runs it as .* which is its \.module"
+    ):
+        restore(nn.ModuleDict({"fused": fused}))
+    restore(fused.module)
+    assert isinstance(part[0], nn.Linear)
 
 
 class Adapter(nn.Module):

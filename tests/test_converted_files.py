@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     first = model()
     convert(first, MAPPING)
     save_converted(first, tmp_path / "y.safetensors")
-    with pytest.raises(ValueError, match=r"convert: 'h\.0\.mlp\.c_fc' selects no layer"):
+    with pytest.raises(ValueError, match=r"y\.safetensors does not fit the model: .*'h\.0\.mlp\.c_fc' selects"):
         load_converted(nn.Sequential(nn.Linear(4, 4)), tmp_path / "y.safetensors")
     restore(first)
     save_converted(first, tmp_path / "dense.safetensors")
@@ -118,6 +118,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="load_dense"):
         load_converted(other, tmp_path / "dense.safetensors")
     assert isinstance(other.h[0].mlp["c_fc"], FactorLinear)
+
+
+def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+    torch.save(model().state_dict(), tmp_path / "x.pt")
+    with pytest.raises(
+        ValueError, match=r"x\.pt should be a safetensors file, as save_converted writes them; it cannot be"
+    ):
+        load_converted(model(), tmp_path / "x.pt")
 
 
 def test_a_layer_that_is_structured_otherwise_is_refused(tmp_path: Path) -> None:

@@ -392,6 +392,33 @@ def test_compiles_as_a_whole(unit: str, choose: Any) -> None:
     assert decoder.random[1] == (decoder._kind == "sample")
 
 
+def test_compiled_before_any_step_it_says_nothing_of_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo warns of silent mistakes where it looks into a function that keeps what it returned."""
+    torch.compiler.reset()
+    said: list[str] = []
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once", lambda message, *_, **__: said.append(message))
+    decoder = GRUDecoder(*parts("dense"))
+    torch.compile(decoder.step, backend="eager", fullgraph=True)(*inputs(decoder, 3))
+    assert said == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("choose", CHOICES, ids=str)
+def test_traced_it_is_its_modules_own_calls(choose: Any) -> None:
+    decoder = GRUDecoder(*parts("dense"), choose, seed=6)
+    traced = torch.jit.trace(decoder, (*inputs(decoder, 3)[:2],), check_trace=False)
+    given = inputs(decoder, 5)[:2]
+    found = []
+    for run in (traced, decoder.step):
+        decoder.manual_seed(6)  # of both, which have one state
+        found.append(run(*given))
+    torch.testing.assert_close(*found)
+    decoder.implementation = "fused"
+    decoder._at_once.clear()
+    with pytest.raises(RuntimeError, match=r"cannot run: torch\.jit\.trace takes numbers of samples for tensors"):
+        torch.jit.trace(decoder, (*given,))
+
+
 @pytest.mark.feature("GRUDecoder: copy.deepcopy and pickle", result="works")
 def test_copies_and_pickle() -> None:
     decoder = GRUDecoder(*parts("dense"), ("sample", 1.0), seed=8)

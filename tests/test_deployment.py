@@ -16,7 +16,7 @@ from forked import python
 from torch import Tensor, nn
 from versions import fails_before_2_12
 
-from factorlayer import FactorLinear, FactorMLP, fuse
+from factorlayer import FactorLinear, FactorMLP, factor_linear, fuse
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
@@ -158,6 +158,47 @@ def test_traced_without_gradients_it_takes_any_batch(kind: str, implementation: 
         traced = torch.jit.trace(module, (torch.randn(5, 16),))
         for batch in (1, 5, 9):
             x = torch.randn(batch, 16)
+            torch.testing.assert_close(traced(x), module(x))
+
+
+class Joined(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.module([a, b])
+
+
+@pytest.mark.parametrize("kind", ["layer", "block", "function"])
+def test_traced_sizes_are_numbers(kind: str) -> None:
+    """Of several inputs, and of weights: torch.jit.trace has tensors for them."""
+
+    def function(a: torch.Tensor, b: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return factor_linear([a, b], weights)
+
+    weights = (torch.randn(2, 4), torch.randn(3, 4)) if kind == "function" else ()
+    call = function if kind == "function" else Joined(make(kind))
+    with torch.no_grad():
+        traced = torch.jit.trace(call, (torch.randn(5, 6), torch.randn(5, 10), *weights))
+        given = torch.randn(9, 6), torch.randn(9, 10), *weights
+        torch.testing.assert_close(traced(*given), call(*given))
+
+
+@pytest.mark.parametrize("kind", ["layer", "block"])
+def test_traced_weights_that_are_constants(kind: str) -> None:
+    """PyTorch takes them out of their list at the first call."""
+    module, x = make(kind).eval(), torch.randn(5, 16)
+    with torch.no_grad():
+        traced = torch.jit.freeze(torch.jit.trace(module, (x,)))
+        torch.testing.assert_close(traced(x), module(x))
+        with pytest.raises(
+            RuntimeError, match=r"trace a module, and do not freeze it, or use implementation='batched'"
+        ):
+            traced(x)
+        module.implementation = "batched"
+        traced = torch.jit.freeze(torch.jit.trace(module, (x,)))
+        for _ in range(2):
             torch.testing.assert_close(traced(x), module(x))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import factorlayer
 from factorlayer import FactorLinear, FactorMLP, factor_linear, fuse
+from factorlayer.stacks.stack import RunsAsStacks
 
 DROPOUT = "dropout behind it: where that drops something, the stack ends here"
 
@@ -555,6 +556,22 @@ def test_forwards_and_hooks_of_their_own_run() -> None:
     plain.register_forward_hook(lambda _, __, y: 3 * y)
     with pytest.raises(ValueError, match="Sequential has hooks or a forward of its own"):
         fuse(plain)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_is_compiled_is_refused_or_left(inplace: bool) -> None:
+    """It would go on with what was compiled, unfused and without a word."""
+    own = model().eval()
+    own.compile(backend="eager")
+    for compiled in (torch.compile(model().eval(), backend="eager"), own):
+        name = type(compiled).__name__
+        with pytest.raises(ValueError, match=f"fuse: {name} is compiled, .* with inplace=True before"):
+            fuse(compiled, inplace=inplace)
+        outer = nn.Sequential(compiled, nn.Sequential(nn.Linear(3, 5), nn.ReLU()))
+        assert "0: as it was, because it is compiled: fuse it before" in fuse(outer).explain()
+        fuse(outer, inplace=True)
+        assert outer[0] is compiled
+        assert any(isinstance(part, RunsAsStacks) for part in outer.modules())
 
 
 @pytest.mark.long

@@ -151,6 +151,7 @@ def test_trains() -> None:
         (dict(widths=[4, 5], residual=True), "residual=True adds the input to the output; their widths are 4 and 5"),
         (dict(widths=4), "FactorMLP: widths should be those of the input and the output at least; it is 4"),
         (dict(widths=[4, 5.0]), r"FactorMLP: a width should be a positive number, or several; it is 5\.0"),
+        (dict(widths=[4, "5"]), "FactorMLP: a width should be a positive number, or several; it is '5'"),
         (dict(widths=[4, True]), "FactorMLP: a width should be a positive number, or several; it is True"),
         (dict(widths=[4, 0]), "FactorMLP: a width should be a positive number, or several; it is 0"),
         (dict(widths=[4, ()]), r"FactorMLP: a width should be a positive number, or several; it is \(\)"),

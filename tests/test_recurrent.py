@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from gru import unrolled
@@ -124,8 +125,12 @@ def test_max_seqlen_is_the_length_of_the_longest_one_or_more(kind: str, implemen
     module = gru(kind, implementation=implementation)
     bounds, x = torch.tensor([0, *itertools.accumulate(LENGTHS)]), normal(9, 5)
     right = module(x, cu_seqlens=bounds)
-    for most in (max(LENGTHS), 7):
+    for most in (max(LENGTHS), 7, np.int64(7)):
         torch.testing.assert_close(module(x, cu_seqlens=bounds, max_seqlen=most), right)
+    if (implementation, kind) != ("batched", "dense"):  # PyTorch's op knows no rows of no sequence
+        y, h = module(torch.cat([x, x]), cu_seqlens=bounds, max_seqlen=7)
+        torch.testing.assert_close((y[:9], h), right)
+        assert not y[9:].any()
     y, h = module(x[:0], cu_seqlens=torch.zeros(3, dtype=torch.int32), max_seqlen=2)
     assert y.shape == (0, 6 * (1 + module.bidirectional)) and h.shape == (len(module.cells), 2, 6)
 
@@ -660,6 +665,16 @@ WRONG = {
         lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 3]), max_seqlen=-1),
         ValueError,
         "max_seqlen should be an integer, the length of the longest sequence or more; it is -1",
+    ),
+    "max_seqlen below the longest": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 1, 3]), max_seqlen=1),
+        ValueError,
+        "max_seqlen should be 2 or more, the length of the longest sequence; it is 1",
+    ),
+    "cu_seqlens' end beside max_seqlen": (
+        lambda: FactorGRU(5, 6)(torch.zeros(3, 5), cu_seqlens=torch.tensor([0, 4]), max_seqlen=4),
+        ValueError,
+        "cu_seqlens should be integers [sequences + 1] that ascend from 0 to the rows of input, of which there are 3",
     ),
     "max_seqlen alone": (
         lambda: FactorGRU(5, 6)(torch.zeros(3, 5), max_seqlen=3),

@@ -9,10 +9,12 @@ import pytest
 import torch
 from oracle import nearly
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 from factorlayer import FactorGRU, FactorGRUCell, fuse
+from factorlayer.maths.recurrence import GateStructure
 
 # What Dynamo and functorch say of themselves when they meet any autograd.Function.
 pytestmark = [
@@ -54,6 +56,46 @@ def test_compiles_as_a_whole(kind: str, dynamic: bool) -> None:
     for batch in (3, 5):
         x = torch.randn(2, batch, 4)
         assert_same(with_gradients(module, compiled, x), with_gradients(module, module, x))
+
+
+@pytest.mark.parametrize("kind", ["dense", "kronecker"])
+def test_a_graph_is_trained_with_any_number_of_sequences(kind: str) -> None:
+    """Numbers that the way back looks at are no constants of it: each would be compiled for."""
+    torch._dynamo.reset()
+    counted = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(gru(kind), fullgraph=True, backend=counted)
+    for batch in (3, 6, 7, 9, 70):
+        y, _ = compiled(torch.randn(5, batch, 4))
+        y.sum().backward()
+    assert counted.frame_count == 2  # for the first, and for any
+
+
+@pytest.mark.parametrize("structure", ["dense", "kronecker"])
+def test_a_cell_is_exported_for_any_batch(structure: GateStructure) -> None:
+    cell = FactorGRUCell(4, 6, structure=structure)
+    shapes = {"input": {0: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(cell, (torch.randn(3, 4),), dynamic_shapes=shapes).module()
+    for x in (torch.randn(2, 4), torch.randn(70, 4)):
+        assert nearly(exported(x).detach(), cell(x).detach())
+
+
+@pytest.mark.parametrize("kind", ["dense", "kronecker"])
+def test_a_graph_takes_the_longest_length_that_it_computes(kind: str) -> None:
+    """Also where there is none, which a compiler cannot tell of a number that it has not seen."""
+    torch._dynamo.reset()
+    module = gru(kind)
+
+    def call(x: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
+        return list(module(x, cu_seqlens=bounds, max_seqlen=bounds.diff().max().item()))
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for lengths in ([3, 0, 4], [1, 5, 1], [2, 2, 2]):
+            bounds = torch.tensor([0, *lengths]).cumsum(0)
+            x = torch.randn(int(bounds[-1]), 4)
+            assert_same(compiled(x, bounds), call(x, bounds))
+        nothing = torch.zeros(4, dtype=torch.int64)
+        assert_same(compiled(torch.randn(0, 4), nothing), call(torch.randn(0, 4), nothing))
 
 
 @pytest.mark.parametrize("kind", ["kronecker"])

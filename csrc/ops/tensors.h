@@ -66,7 +66,11 @@ struct Home {
   bool is_cpu;
 
   Home(const Tensor& t) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+    if (aoti_torch_get_device_type(t.get(), &type))
+      throw std::runtime_error(
+          "factorlayer: PyTorch has handed over no tensor for a weight. It does so from the second call on where TorchScript "
+          "has weights for constants, as behind torch.jit.freeze and in a function that was traced: trace a module, and do "
+          "not freeze it, or use implementation='batched'");
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
     is_cpu = type == aoti_torch_device_type_cpu();
     if (!is_cpu) STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &index));

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from factorlayer.autograd import layer_ops
 from factorlayer.autograd.layer_ops import missing_extension, raise_better, transforms_active
 from factorlayer.maths import noise
+from factorlayer.maths.chain import Chain
 from factorlayer.maths.decoder import DRAWS, FEW, MOST_SAMPLES, Decoder
 from factorlayer.maths.recurrence import GATES
 
@@ -25,15 +26,15 @@ if missing_extension is None:
     _few_now = torch.ops.factorlayer.few.default._op
 
 
-def why_not_fused(text: str, state: Tensor) -> str | None:
-    """Why the op cannot take a step of the decoder from such a state, or None."""
+def why_not_fused(text: str, chain: Chain, state: Tensor) -> str | None:
+    """Why the op cannot take a step of the decoder from such a state, or None. `chain` is its recurrence's."""
     if state.shape[-2] > MOST_SAMPLES:
         return f"it takes {MOST_SAMPLES} samples at once, there are {state.shape[-2]}"
-    return _why_never(text, state) or ("under torch.func it has no rule" if transforms_active() else None)
+    return _why_never(text, chain, state) or ("under torch.func it has no rule" if transforms_active() else None)
 
 
-def _why_never(text: str, state: Tensor) -> str | None:
-    reason = layer_ops.why_not_fused(state, Decoder.parse(text).recurrence.chain)
+def _why_never(text: str, chain: Chain, state: Tensor) -> str | None:
+    reason = layer_ops.why_not_fused(state, chain)
     if reason is not None or not state.is_cuda:
         return reason
     return _why_no_kernel(text, state.dtype, state.get_device()) or None

@@ -56,6 +56,8 @@ def of_inputs(chain: Chain, features: tuple[int, ...]) -> Chain:
     """The chain of the same layer for an x that is several tensors, with so many features each."""
     if is_compiling():  # a graph is for numbers of features, though Dynamo may have symbols for them
         return replace(chain, inputs=tuple(len(range(n)) for n in features))
+    if torch._C._is_tracing():  # whose sizes are tensors
+        features = tuple(map(int, features))
     return _of_inputs(chain, features)
 
 

@@ -84,14 +84,14 @@ def multiplies_fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and not tf32_allowed()
 
 
-def _is_fused(product: RowsProduct, x: Tensor) -> bool:
+def _is_fused(product: Callable[[], RowsProduct], x: Tensor) -> bool:
     """Whether our kernel makes a product of all rows, of which x are some: always, or as it is predicted to take less
-    than PyTorch's."""
+    than PyTorch's. A graph, which serves any number of rows, is not asked for the product, that of one number."""
     if not x.is_cuda or transforms_active():
         return False
     if is_compiling():
         return multiplies_fused(x)
-    return multiplies_fused(x) or is_faster(product, x.dtype, tf32_allowed(), x.get_device())
+    return multiplies_fused(x) or is_faster(product(), x.dtype, tf32_allowed(), x.get_device())
 
 
 @functools.lru_cache(4096)
@@ -377,7 +377,7 @@ def _joined_gradient(text: str, of_gates: Sequence[Tensor], beside: Tensor, stat
     both = 2 * about.hidden
     of_candidate = of_gates[-1][:, -about.hidden :] if about.before else beside
     candidate = of_candidate, [(slice(None), beside)] if about.before else states
-    if len(of_gates) == 1 and not is_compiling() and _is_fused(_gradient_of(of_gates[0], states), beside):
+    if len(of_gates) == 1 and not is_compiling() and _is_fused(lambda: _gradient_of(of_gates[0], states), beside):
         made = _dense_gradient(of_gates[0], states, about.tf32)
         _dense_gradient(*candidate, about.tf32, made[both:])
         return made
@@ -392,7 +392,7 @@ def _joined_gradient(text: str, of_gates: Sequence[Tensor], beside: Tensor, stat
 
 
 def _dense_product(x: Tensor, weight: Tensor, tf32: bool) -> Tensor:
-    if _is_fused(product(alike(x.shape[0]), *weight.shape), x):
+    if _is_fused(lambda: product(alike(x.shape[0]), *weight.shape), x):
         return layer_ops.product(x, [weight], _dense_text(weight, tf32))
     return x @ weight.t()
 
@@ -445,10 +445,20 @@ def _gradient_of(grad: Tensor, parts: Parts) -> RowsProduct:
     return gradient(grad.shape[1], parts[0][1].shape[1], alike(sum(len(x) for _, x in parts)))
 
 
+def _adds_one_by_one(parts: Parts) -> bool:
+    """Whether PyTorch's product on a CPU, which is MKL's, would add up all rows one after the other: of fewer than 12
+    columns. Of thousands of rows it is off by 4 times as much as a step's products that are added up, and slower."""
+    x = parts[0][1]
+    if x.is_cuda or x.dtype not in (torch.float32, torch.float64) or x.shape[1] >= 12 or transforms_active():
+        return False
+    return is_compiling() or sum(len(x) for _, x in parts) >= 256  # a graph serves any number
+
+
 def _dense_gradient(grad: Tensor, parts: Parts, tf32: bool, into: Tensor | None = None) -> Tensor:
     (rows, x), *rest = parts
     # Of rows that lie apart our kernel would make a copy.
-    if _is_fused(_gradient_of(grad, parts), x) and (multiplies_fused(x) or grad.is_contiguous()):
+    is_fused = _is_fused(lambda: _gradient_of(grad, parts), x) and (multiplies_fused(x) or grad.is_contiguous())
+    if is_fused or _adds_one_by_one(parts):
         weight = x.new_empty(grad.shape[1], x.shape[1]) if into is None else into  # of which nothing is read
         (found,) = _structured_gradients(_dense_text(weight, tf32), grad, parts, [weight], [True])
         assert found is not None

@@ -19,7 +19,7 @@ from factorlayer.cli.batches import Batches, batches_of
 from factorlayer.cli.progress import progress
 from factorlayer.cli.refusals import refuse, require_folder, worded
 from factorlayer.cli.subject import load_checkpoint, make_model
-from factorlayer.models.checkpoints import MISSING, load_converted, read, save_converted
+from factorlayer.models.checkpoints import MISSING, load_converted, save_converted
 from factorlayer.models.convert import convert
 from factorlayer.models.report import Report, report
 from factorlayer.models.suggest import suggest
@@ -53,10 +53,6 @@ def load(model: nn.Module, path: Path) -> None:
 def _load(model: nn.Module, path: Path) -> None:
     if path.suffix != SAFETENSORS or not path.is_file():
         return load_checkpoint(model, path)
-    try:
-        read(path)
-    except Exception as error:  # of another format, or damaged
-        raise ValueError(f"{path} cannot be read as safetensors ({type(error).__name__}: {error})") from error
     try:
         load_converted(model, path)
     except (RuntimeError, TypeError) as error:

@@ -315,8 +315,10 @@ def _find(name: str) -> Callable[..., Any]:
     module = _run_file(Path(path))
     found: Callable[..., Any] | None = getattr(module, function, None)
     if not callable(found):
-        meant = did_you_mean(nearest(function, [name for name in vars(module) if not name.startswith("__")]))
-        raise ValueError(f"{path} should have a function {function}; it has none{meant}")
+        functions = [name for name, of in vars(module).items() if callable(of) and not name.startswith("__")]
+        came = f"it has a {type(found).__name__} of that name" if hasattr(module, function) else "it has none"
+        meant = did_you_mean(nearest(function, functions))
+        raise ValueError(f"{path} should have a function {function}; {came}{meant}")
     return found
 
 

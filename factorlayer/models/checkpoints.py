@@ -80,7 +80,10 @@ def load_converted(model: nn.Module, path: str | Path) -> Conversion | None:
             )
     missing = {name: settings for name, settings in mapping.items() if name not in present}
     before = [(place, place.module) for place in places(model)]
-    done = convert(model, missing, initialize="fresh") if missing else None
+    try:
+        done = convert(model, missing, initialize="fresh") if missing else None
+    except ValueError as error:
+        raise ValueError(f"load_converted: {path} does not fit the model: {error}") from error
     try:
         load_whole(model, completed(model, state))
     except Exception:
@@ -100,12 +103,18 @@ def _structure(settings: Any) -> Any:
 def read(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a safetensors file, and what convert did."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(f"load_converted {MISSING}") from error
-    with safe_open(path, framework="pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        text = (file.metadata() or {}).get(KEY, "{}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            text = (file.metadata() or {}).get(KEY, "{}")
+    except SafetensorError as error:
+        raise ValueError(
+            f"load_converted: {path} should be a safetensors file, as save_converted writes them; it cannot be read as "
+            f"one ({error})"
+        ) from error
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

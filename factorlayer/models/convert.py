@@ -154,8 +154,8 @@ def restore(model: nn.Module, weights: Weights | None = None) -> Conversion:
             )
         if id(place.module) in owners:
             raise ValueError(
-                f"restore: {place.name} cannot be restored: {owners[id(place.module)]}; restore the model that it was "
-                "made of, such as fuse's, and make it again"
+                f"restore: {place.name} cannot be restored: {owners[id(place.module)]}; restore what fuse was given, "
+                "which is its .module, and fuse that again"
             )
         hooked = made_by_hooks(layer)
         if hooked:

@@ -12,6 +12,8 @@ from torch.compiler import is_compiling
 from torch.nn.utils.rnn import PackedSequence
 
 from factorlayer.autograd.inputs import Input, are_several, checked
+from factorlayer.autograd.layer_ops import transforms_active
+from factorlayer.maths.spec import plain
 from factorlayer.maths.steps import Walk
 
 
@@ -136,16 +138,36 @@ def _walk_of(who: str, cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) ->
         )
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
-    if max_seqlen is None:
-        given = bounds.tolist()
-        if given[0] != 0 or given[-1] != x.shape[0] or sorted(given) != given:
-            raise ValueError(f"{who}: {wanted}, of which there are {x.shape[0]}; it is {given}")
-        max_seqlen = max((behind - before for before, behind in itertools.pairwise(given)), default=0)
-    elif not isinstance(max_seqlen, (int, torch.SymInt)) or (not is_compiling() and max_seqlen < 0):
+    if max_seqlen is not None and not is_compiling() and not isinstance(max_seqlen, Tensor):
+        max_seqlen = plain(max_seqlen)
+    if max_seqlen is not None and (
+        not isinstance(max_seqlen, (int, torch.SymInt)) or (not is_compiling() and max_seqlen < 0)
+    ):
         raise ValueError(
             f"{who}: max_seqlen should be an integer, the length of the longest sequence or more; it is {max_seqlen!r}"
         )
+    if max_seqlen is None or _are_at_hand(bounds):
+        given = bounds.tolist()
+        begin, end = given[0], given[-1]
+        fit = (begin, end) == (0, x.shape[0]) if max_seqlen is None else begin >= 0 and end <= x.shape[0]
+        if not fit or sorted(given) != given:
+            raise ValueError(f"{who}: {wanted}, of which there are {x.shape[0]}; it is {given}")
+        longest = max((behind - before for before, behind in itertools.pairwise(given)), default=0)
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(
+                f"{who}: max_seqlen should be {longest} or more, the length of the longest sequence; it is {max_seqlen}"
+            )
+        max_seqlen = longest if max_seqlen is None else max_seqlen
+    elif is_compiling():  # for a compiler that cannot tell whether there are steps, as of what t.item() returned
+        max_seqlen = torch.sym_max(max_seqlen, 1)
     return Walk(lengths.shape[0], max_seqlen, 0, 1, bounds[:-1], lengths)
+
+
+def _are_at_hand(bounds: Tensor) -> bool:
+    """Whether bounds can be read without waiting for a GPU, by nobody who looks on or stands between."""
+    if is_compiling() or type(bounds) is not Tensor or not bounds.is_cpu:
+        return False
+    return not (torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() or transforms_active())
 
 
 def state_of(who: str, hx: Tensor | None, layout: Layout, cells: int, hidden: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 
 from factorlayer.functional import Implementation
-from factorlayer.layers import FactorLinear, is_hooked
+from factorlayer.layers import FactorLinear, is_compiled, is_hooked
 from factorlayer.stacks.graph import Reasons, is_leaf, put_stack, runs_of, signature, trace
 from factorlayer.stacks.guard import is_equal
 from factorlayer.stacks.stack import LayerStack, RunsAsStacks, has_own_call
@@ -57,6 +57,13 @@ def _may_leave_out(module: nn.Module) -> bool:
     except (TypeError, ValueError):
         return False
     return not is_leaf(module) and any(a.default is not a.empty or a.kind in several for a in given)
+
+
+def _why_hooked(part: nn.Module) -> str:
+    """Why a part that is hooked stays as it was; nothing of another one."""
+    if is_compiled(part):
+        return ", because it is compiled: fuse it before"
+    return ", because it has hooks" if is_hooked(part) else ""
 
 
 class Whole:
@@ -216,9 +223,7 @@ class Whole:
     def _why_not(self, node: fx.Node) -> str:
         if node.op != "call_module":
             return ""
-        if is_hooked(self.module.get_submodule(str(node.target))):
-            return ", because it has hooks"
-        return self.trace.opaque.get(str(node.target), "")
+        return _why_hooked(self.module.get_submodule(str(node.target))) or self.trace.opaque.get(str(node.target), "")
 
 
 class InParts:
@@ -247,7 +252,7 @@ class InParts:
             if part is not None:
                 self.parts[name] = part
             else:
-                self._left[name] = ", because it has hooks" if is_hooked(child) else known.get(child) or ""
+                self._left[name] = _why_hooked(child) or known.get(child) or ""
         self.stacks: dict[str, LayerStack] = {}
         for piece in (*self.methods, *self.parts.values()):
             self.stacks |= piece.stacks
