@@ -509,8 +509,7 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> Gradient | None:
     """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
-    found = fastest(_tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
 
 
 def reduction_us(plan: TileSums) -> float:

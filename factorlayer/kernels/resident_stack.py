@@ -17,7 +17,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Told, ask_for, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS, steadiest
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest, timed
 from factorlayer.kernels.resident import Resident, copied_at_once, region_of
 from factorlayer.kernels.stages import Layout, Stage, memory_of, together
 from factorlayer.kernels.tiling import (
@@ -234,8 +234,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 if groups < 1:
                     continue
                 fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, False, gpu, 0.0
-                plan = ResidentStack(*fields, layers=tuple(layers), states=states)
-                yield replace(plan, us=plan.us_of(batch))
+                yield timed(ResidentStack(*fields, layers=tuple(layers), states=states), batch)
 
 
 def work_of(layers: Sequence[Chain], dtype: str, states: bool) -> Work:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, ByWarpgroups, quickest, ways
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.work import Inputs, Mode
 
 SLAB = 64 * 128  # bytes of a matrix, whatever its sizes are
@@ -59,7 +60,7 @@ class Pair16Backward(ByWarpgroups):
         if self.units_per_sample > 1 or self.merged or self.rank > 1:
             return None
         both = replace(self, bias=True)
-        return replace(both, us=both.us_of(batch))
+        return timed(both, batch)
 
     @property
     def threads(self) -> int:

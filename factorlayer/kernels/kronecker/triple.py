@@ -16,6 +16,7 @@ from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
 from factorlayer.kernels.kronecker.pair import LEAST, Pair
 from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.weights import weight_functions
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
@@ -295,7 +296,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
     if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
         return None
     found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return timed(found, batch) if found else None
 
 
 def _fits(plan: Triple) -> bool:

@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 from factorlayer.device.code import ELEMENT, Asks, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import ONE_PRODUCT, Inputs, Mode, OfTwoModes, Terms, as_two, round_up, told_inputs
 
@@ -146,7 +147,7 @@ def ways(
                 bounds = [rank * i // passes for i in range(passes + 1)]
                 terms = [Terms(rank, first, end - first) for first, end in itertools.pairwise(bounds)]
                 made = (replace(one, terms=some) for some in terms)
-                yield tuple(replace(each, us=each.us_of(batch)) for each in made)
+                yield tuple(timed(each, batch) for each in made)
 
 
 def quickest(found: Iterator[tuple[Family, ...]]) -> tuple[Family, ...]:

@@ -444,8 +444,7 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
 
 @functools.lru_cache(256)
 def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
-    found = fastest(_tilings(chain, dtype, back, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(chain, dtype, back, batch, gpu), batch)
 
 
 def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iterator[MonarchChunks]:

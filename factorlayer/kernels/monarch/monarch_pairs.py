@@ -271,8 +271,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 @functools.lru_cache(256)
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchPairs | None:
     """The fastest tiling by prediction; None where none fits."""
-    found = fastest(_tilings(chain, dtype, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(chain, dtype, batch, gpu), batch)
 
 
 def _tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchPairs]:

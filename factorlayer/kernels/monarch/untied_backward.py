@@ -170,7 +170,7 @@ class UntiedBackward(AtOneVisit):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
     """The fastest tiling by prediction; None if this is nothing for it."""
-    return fastest((replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu)), batch)
+    return fastest(tilings(chain, dtype, batch, gpu), batch)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:

@@ -483,7 +483,7 @@ def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     least, *_, most = samples_of_class(batch)
     plan = fastest(_tilings(product, (least, most), gpu), batch)
     assert plan  # any product has one
-    return replace(plan, us=plan.us_of(batch))
+    return plan
 
 
 def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[Streamed]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.activations.written import slope
@@ -13,6 +13,7 @@ from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import BlockSums, Reduction
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.stack.dense import WHOLE_ROWS, Dense, beside, tiles_us
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.work import round_up
@@ -187,5 +188,5 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = DenseBackward(tuple(layers), dtype, groups, gpu, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=plan.us_of(batch))
+            return timed(plan, batch)
     return None

@@ -16,7 +16,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS, steadiest
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest, timed
 from factorlayer.kernels.resident import copied_at_once, region_of, type_of_stage
 from factorlayer.kernels.resident_stack import OF_END, ResidentStack, tensor, work_of
 from factorlayer.kernels.stages import Stage, together
@@ -185,7 +185,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
             fields = work, stages, 1, cluster, 1, samples, warps, 1, 1, False, False, False, gpu, 0.0
             plan = StackCluster(*fields, layers=tuple(layers), states=states)
             if plan.shared <= gpu.shared:
-                yield replace(plan, us=plan.us_of(batch))
+                yield timed(plan, batch)
 
 
 def _beside(stage: Stage) -> int:
