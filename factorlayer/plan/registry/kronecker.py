@@ -259,7 +259,7 @@ OF_FACTORS = (
         pair_cluster_backward.tile,
         (pair_cluster_backward.PairClusterBackward,),
         "few-samples",
-        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, pair_cluster_backward.LARGEST), samples=FEW, inputs=True),
+        Takes(needs=("clusters",), factors=(2, 2), sizes=(16, pair_few_backward.LARGEST), samples=FEW, inputs=True),
         told=("inputs",),
     ),
 )
