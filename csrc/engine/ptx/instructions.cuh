@@ -235,62 +235,46 @@ DEVICE u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "l"(from));
 }
-// Zeros, and nothing is read, if it is not `present`: branches would part many loads, each with an address of its own.
-DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-               "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }" : FOUR("=&r", x) : "l"(from), "r"(int(present)));
-}
+// Of lanes with `present`, without a branch, which would part many loads, each with an address of its own: by `zeroed` what others
+// have becomes zero first, and nothing is read.
+#define LOAD_SOME(kind, zeroed, operand, clobbers)                                                                      \
+  if constexpr (BYTES == 16)                                                                                            \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; " zeroed("%0") zeroed("%1") zeroed("%2") zeroed("%3") "\n"       \
+                 "@p ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                                \
+                 : FOUR(operand, x) : "l"(from), "r"(int(present)) clobbers);                                           \
+  else if constexpr (BYTES == 8)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; " zeroed("%0") zeroed("%1") "\n"                                \
+                 "@p ld.global" kind ".v2.u32 {%0, %1}, [%2]; }"                                                        \
+                 : TWO(operand, x) : "l"(from), "r"(int(present)) clobbers);                                            \
+  else if constexpr (BYTES == 4)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; " zeroed("%0") "@p ld.global" kind ".u32 %0, [%1]; }"           \
+                 : operand(x[0]) : "l"(from), "r"(int(present)) clobbers);                                              \
+  else                                                                                                                  \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; " zeroed("%0") "@p ld.global" kind ".u16 %0, [%1]; }"           \
+                 : operand(x[0]) : "l"(from), "r"(int(present)) clobbers)
+#define ZERO(x) "mov.b32 " x ", 0; "
+#define AS_IT_WAS(x) ""
+#define MEMORY : "memory"
 template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-  if constexpr (BYTES == 16)
-    load_global(from, x, present);
-  else if constexpr (BYTES == 8)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)));
-  else if constexpr (BYTES == 4)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
-  else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u16 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
+  LOAD_SOME(".nc", ZERO, "=&r", );
 }
+DEVICE void load_global(const void* from, u32 (&x)[4], bool present) { load_global<16>(from, x, present); }
 // The same of what a kernel has made that had not ended when this one started, but has been waited for.
 template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-  if constexpr (BYTES == 16)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                 : FOUR("=&r", x) : "l"(from), "r"(int(present)) : "memory");
-  else if constexpr (BYTES == 8)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)) : "memory");
-  else if constexpr (BYTES == 4)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u32 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
-  else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u16 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
+  LOAD_SOME("", ZERO, "=&r", MEMORY);
 }
 // The same, by MADE of either kind, without zeros: what is not `present` stays as it was.
 template <int BYTES, bool MADE> DEVICE void load_some(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-#define LOAD_SOME(kind)                                                                                                 \
-  if constexpr (BYTES == 16)                                                                                            \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4]; }"          \
-                 : FOUR("+r", x) : "l"(from), "r"(int(present)) : "memory");                                            \
-  else if constexpr (BYTES == 8)                                                                                        \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global" kind ".v2.u32 {%0, %1}, [%2]; }"                  \
-                 : TWO("+r", x) : "l"(from), "r"(int(present)) : "memory");                                             \
-  else if constexpr (BYTES == 4)                                                                                        \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u32 %0, [%1]; }"                           \
-                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory");                                               \
-  else                                                                                                                  \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u16 %0, [%1]; }"                           \
-                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory")
   if constexpr (MADE) {
-    LOAD_SOME("");
+    LOAD_SOME("", AS_IT_WAS, "+r", MEMORY);
   } else {
-    LOAD_SOME(".nc");
+    LOAD_SOME(".nc", AS_IT_WAS, "+r", MEMORY);
   }
-#undef LOAD_SOME
 }
+#undef LOAD_SOME
+#undef ZERO
+#undef AS_IT_WAS
+#undef MEMORY
 // Five words behind one another, which lie in as many accesses
 DEVICE void load_five(const void* from, u32 (&x)[5], bool present) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; mov.b32 %4, 0;\n"
