@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -367,12 +367,8 @@ def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu, last: bool = False)
     return max(multiply, read, waits, issued_us(rounds * each, warps, gpu))
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
-    return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
-    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> Recurrent | None:
+    return fastest(tilings(RecurrentBackward if back else Recurrent, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=Recurrent)
@@ -392,7 +388,7 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
         for slots in SLOTS:
             plan = family(recurrence, dtype, stages, units, warps, slots, gpu)
             if plan.shared <= gpu.shared and _has_registers(plan):
-                yield replace(plan, us=plan.us_of(batch))
+                yield plan
                 break
 
 

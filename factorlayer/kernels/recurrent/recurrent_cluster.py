@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -270,12 +270,9 @@ class RecurrentClusterBackward(RecurrentCluster):
     of_two, functions_of_feature = OF_TWO_BACK, 0
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentCluster | None:
-    return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentClusterBackward | None:
-    return fastest(tilings(RecurrentClusterBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> RecurrentCluster | None:
+    family = RecurrentClusterBackward if back else RecurrentCluster
+    return fastest(tilings(family, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentCluster)
@@ -309,5 +306,5 @@ def _tilings_of(
             if any((cluster - 1) * side.own >= side.other for side in plan.sides) or plan.warps > MOST_WARPS:
                 break  # nor any other way to hold weights
             if plan.shared <= gpu.shared and plan.registers <= plan.most_registers:
-                yield replace(plan, us=plan.us_of(batch))
+                yield plan
                 break

@@ -6,13 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import sequences_of_class
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, timed
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
     OF_INSTRUCTION,
@@ -221,12 +221,9 @@ class RecurrentFill(Pass):
     header = "recurrent_fill"
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
-    return fastest_shared(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
-    return fastest_shared(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> RecurrentSpread | None:
+    family = RecurrentSpreadBackward if back else RecurrentSpread
+    return fastest_shared(tilings(family, recurrence, dtype, batch, gpu), batch)
 
 
 Shared = TypeVar("Shared", bound=SharedOut)
@@ -249,4 +246,4 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
             continue
         plan = family(recurrence, dtype, own, units, gpu)
         if plan.split <= gpu.sms and plan.shared <= gpu.shared:
-            yield replace(plan, us=plan.us_of(batch))
+            yield timed(plan, batch)
