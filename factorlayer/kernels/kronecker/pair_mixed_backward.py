@@ -12,8 +12,7 @@ from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.kronecker.pair16_backward import SLAB, Pair16Backward
-from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST, SLAB, Pair16Backward
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, merged, round_up

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.kronecker.pair_split_backward import PIECES, PRODUCTS, SLAB
-from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST, PIECES, PRODUCTS, SLAB
 from factorlayer.kernels.passes import timed
 from factorlayer.kernels.product.single_backward import OfOneFactor
 from factorlayer.maths.spec import Contraction
