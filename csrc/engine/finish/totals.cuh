@@ -68,12 +68,7 @@ template <class Element, int COUNT> DEVICE void store_run(Element* to, const Sum
   } else {
     constexpr int kBytes = COUNT * sizeof(Element);
     u32 words[kBytes / 4];
-    UNROLL for (int i = 0; i < kBytes / 4; ++i) {
-      if constexpr (sizeof(Element) == 2)
-        words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
-      else
-        words[i] = __float_as_uint(x[i]);
-    }
+    words_of<Element>(words, [&](int i) { return x[i]; });
     store_global<kBytes>(to, words);
   }
 }
@@ -83,12 +78,7 @@ template <class Element, int COUNT> DEVICE void store_shared_run(u32 to, const S
     store_f64x2(to, x[0], x[1]);
   } else {
     u32 words[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(Element) == 2)
-        words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
-      else
-        words[i] = __float_as_uint(x[i]);
-    }
+    words_of<Element>(words, [&](int i) { return x[i]; });
     store_u32x4(to, words);
   }
 }
