@@ -165,7 +165,7 @@ class DenseBackward(BlockSums, Dense):
             calls += [f"float d[L{last}::N / 2];", "c.widened(y, d);", f"c.template steepen<L{last}>(d, y);"]
         for i in reversed(range(last + 1)):
             behind = "y" if i == last else f"g{i}"
-            calls += [f"float d{i}[L{i}::K / 2];", f"c.template layer<L{i}, true>({behind}, sums.s{i}, d{i}, turn);"]
+            calls += [f"float d{i}[L{i}::K / 2];", f"c.template layer<L{i}>({behind}, sums.s{i}, d{i}, turn);"]
             if i:
                 calls += [f"u32 g{i - 1}[L{i - 1}::N / 16][4];"]
                 pass_on = "steepen" if self.has_slope(i - 1) else "narrowed"
