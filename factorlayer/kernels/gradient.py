@@ -229,8 +229,7 @@ class Gradient(TileSums):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, 8))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, 8)
 
     @kept
     def rows(self) -> int:

@@ -215,8 +215,7 @@ class MonarchChunks(OfMonarch):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, MOST_TOGETHER))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, MOST_TOGETHER)
 
     @kept
     def registers(self) -> int:

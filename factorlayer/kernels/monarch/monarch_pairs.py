@@ -165,8 +165,7 @@ class MonarchPairs(OfMonarch, BlockSums):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, 2))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, 2)
 
     @kept
     def registers(self) -> int:
