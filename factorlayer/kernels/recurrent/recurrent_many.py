@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from factorlayer.device.code import Told, constants, kinds, wgmma
+from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import FEW, sequences_of_class
 from factorlayer.kernels.passes import OneSpread, Pass, timed
@@ -152,11 +152,9 @@ class RecurrentMany(SharedOut):
     @property
     def told(self) -> list[str]:
         more, fewer = REGISTERS[self.warpgroups]
-        told: Told = {"HIDDEN": self.hidden, "OWN": self.own, "PARTS": self.split}
-        told |= {"HANDED": self.handed, "SUMMED": self.summed, "TURNED": self.back, "DOWN": self.goes_down}
+        told = self.of_steps | {"HIDDEN": self.hidden, "OWN": self.own, "PARTS": self.split}
+        told |= {"HANDED": self.handed, "SUMMED": self.summed, "TURNED": self.back}
         told |= {"WARPGROUPS": self.warpgroups, "SLOTS": self.slots, "MORE": more, "FEWER": fewer}
-        told |= {"HAS_BIAS": self.recurrence.chain.bias}
-        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
         told |= {"kSlotsAt": self.weight_bytes, "kRowsAt": self.rows_at, "kBarriersAt": self.barriers_at}
         told |= {"kStatesAt": self.counters_bytes}
         return [*kinds(self.dtype), *constants(told), *self.functions]
