@@ -445,27 +445,27 @@ template <bool TRANSPOSED> DEVICE void store_matrices(u32 row, const u32 (&x)[2]
 template <class T> constexpr bool kIsBf16 = false;
 template <> constexpr bool kIsBf16<bf16> = true;
 
+#define IN_FLOAT(shape, kind, operands) \
+  "mma.sync.aligned." shape ".row.col.f32." kind "." kind ".f32 {%0,%1,%2,%3}, " operands ", {%0,%1,%2,%3};"
+#define FOUR_BY_TWO "{%4,%5,%6,%7}, {%8,%9}"
 template <class Element> DEVICE void multiply_16(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+    asm(IN_FLOAT("m16n8k16", "bf16", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
   else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+    asm(IN_FLOAT("m16n8k16", "f16", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
 // Of the first halves of the operands
 template <class Element> DEVICE void multiply_8(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
+    asm(IN_FLOAT("m16n8k8", "bf16", "{%4,%5}, {%6}") : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
   else
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
+    asm(IN_FLOAT("m16n8k8", "f16", "{%4,%5}, {%6}") : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
 }
 DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+  asm(IN_FLOAT("m16n8k8", "tf32", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
+#undef FOUR_BY_TWO
+#undef IN_FLOAT
 DEVICE void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
 #if __CUDA_ARCH__ >= 900
   asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
