@@ -154,7 +154,6 @@ class AtOneVisit(TileSums):
     """What passes have in common that make both gradients of an untied contraction: x's, and sums of the weight's."""
 
     chain: Chain
-    blocks = 1  # at once on a multiprocessor
     writes: Any = "y"
     gradients_to = "w"
     is_whole = False  # a second kernel makes elements of the sums

@@ -5,7 +5,6 @@
 // What warps have summed, in shared memory: for each of WAYS warps ROWS rows of SAMPLES. BY_SAMPLES these lie side by side,
 // else the rows. Every SKEW samples are 16 or 32 bytes further than they would be, so that no two lanes meet in a bank.
 template <class Total, int ROWS, int SAMPLES, int WAYS, bool BY_SAMPLES, int SKEW> struct WarpTotals {
-  static constexpr bool kBySamples = BY_SAMPLES;
   static constexpr int kSize = sizeof(Total), kEach = 16 / kSize, kShift = (BY_SAMPLES ? 16 : 32) / kSize;
   static constexpr int kSkews = SKEW ? SAMPLES / SKEW * kShift : 0;
   static constexpr int kLine = BY_SAMPLES ? SAMPLES + 8 + kSkews : ROWS + kEach;

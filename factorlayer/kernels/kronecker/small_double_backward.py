@@ -131,7 +131,6 @@ class SmallDoubleBackward(BlockSums):
     us: float = 0.0
 
     dtype = "float64"
-    units_per_block = 1
 
     @property
     def threads(self) -> int:

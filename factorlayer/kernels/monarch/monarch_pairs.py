@@ -130,7 +130,7 @@ class MonarchPairs(OfMonarch, BlockSums):
 
     threads = 32 * WARPS
     units_per_sample = 1
-    reads, writes = "x", "s2"
+    writes = "s2"
     output_bytes = 0
 
     def outputs(self, batch: int) -> tuple[int, ...]:

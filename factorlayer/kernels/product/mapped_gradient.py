@@ -53,8 +53,6 @@ class MappedGradient(ByMaps, TileSums):
     stays: bool = False
     states: States = NO_SUM
 
-    blocks = 1  # at once on a multiprocessor
-
     @property
     def is_turned(self) -> bool:
         """Whether rows are summed over, as nothing lies behind the mode."""

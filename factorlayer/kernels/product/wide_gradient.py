@@ -64,8 +64,6 @@ class WideGradient(TileSums):
     stays: bool = False
     states: States = NO_SUM
 
-    blocks = 1  # at once on a multiprocessor
-
     @property
     def chunk(self) -> int:
         """Rows of a chunk."""
