@@ -39,9 +39,9 @@ from factorlayer.device.gpu import DTYPES, Gpu
 from factorlayer.kernels.batches import BATCHES, FEW, MOST_SOME, SOME, most_of_class
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import SUM_BYTES, Gradient, Reduction
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_cluster_backward import PairClusterBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
+from factorlayer.kernels.kronecker.warpgroups import Pair16Backward
 from factorlayer.kernels.passes import class_us
 from factorlayer.kernels.product.mapped_gradient import MappedGradient
 from factorlayer.kernels.product.turn import Turn

@@ -14,11 +14,9 @@ from test_emulator import EPS, all_gradients_of, drawing
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import BATCHES, FEW, SOME
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
-from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
 from factorlayer.kernels.kronecker.pair_backward import PairBackward
 from factorlayer.kernels.kronecker.pair_few_backward import PairFewBackward
-from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.kronecker.warpgroups import Pair16Backward, Pair16LargeBackward, PairSplitBackward
 from factorlayer.kernels.passes import Pass
 from factorlayer.kernels.product.streamed import Streamed
 from factorlayer.kernels.work import inputs_of

@@ -31,13 +31,12 @@ from factorlayer.kernels.gradient import Gradient, Reduction
 from factorlayer.kernels.kronecker import eights, eights_backward, pair_backward, small_float
 from factorlayer.kernels.kronecker.eights_backward import EightsBackward
 from factorlayer.kernels.kronecker.pair import Pair
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
 from factorlayer.kernels.kronecker.pair_double import PairDouble
 from factorlayer.kernels.kronecker.pair_double_backward import PairDoubleBackward
 from factorlayer.kernels.kronecker.pair_mixed_backward import PairMixedBackward
-from factorlayer.kernels.kronecker.pair_tf32_backward import PairTf32Backward
 from factorlayer.kernels.kronecker.small_double_backward import SmallDoubleBackward
 from factorlayer.kernels.kronecker.small_float import SmallFloat
+from factorlayer.kernels.kronecker.warpgroups import Pair16Backward, PairTf32Backward
 from factorlayer.kernels.monarch import monarch_through
 from factorlayer.kernels.monarch.monarch_chunks import MonarchChunks, MonarchKept
 from factorlayer.kernels.monarch.monarch_pairs import MonarchPairs

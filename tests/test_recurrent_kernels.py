@@ -264,8 +264,7 @@ def planned(case: Case, backward: bool = False) -> Recurrent | RecurrentSpread |
         kind = RecurrentSpreadBackward if backward else RecurrentSpread
         all_of = recurrent_spread.tilings(kind, case.recurrence, case.dtype, case.sequences, GPU)
         return next(p for p in all_of if p.own == case.spread and p.units == case.together)
-    tile = recurrent.tile_backward if backward else recurrent.tile
-    found = tile(case.recurrence, case.dtype, case.sequences, GPU)
+    found = recurrent.tile(case.recurrence, case.dtype, case.sequences, GPU, backward)
     if case.units:
         family = RecurrentBackward if backward else Recurrent
         found = next(

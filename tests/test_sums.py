@@ -15,10 +15,12 @@ from test_inputs_emulated import check_gradients
 
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import BATCHES
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
-from factorlayer.kernels.kronecker.pair16_large_backward import Pair16LargeBackward
-from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
-from factorlayer.kernels.kronecker.warpgroups import ByWarpgroups
+from factorlayer.kernels.kronecker.warpgroups import (
+    ByWarpgroups,
+    Pair16Backward,
+    Pair16LargeBackward,
+    PairSplitBackward,
+)
 from factorlayer.kernels.work import inputs_of
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec

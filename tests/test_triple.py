@@ -16,9 +16,8 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.kernels import batches
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import triple
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
-from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
 from factorlayer.kernels.kronecker.triple import DTYPES, Triple, TripleBackward
+from factorlayer.kernels.kronecker.warpgroups import Pair16Backward, PairSplitBackward
 from factorlayer.kernels.work import Mode, Work
 from factorlayer.maths.chain import Chain
 from factorlayer.maths.spec import LayerSpec

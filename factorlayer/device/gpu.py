@@ -123,6 +123,10 @@ class Gpu:
         """Floats that a multiprocessor multiplies and adds at once."""
         return 64 if self.arch == 80 else 128
 
+    def blocks_at_once(self, shared: int, registers: int, most: int) -> int:
+        """Blocks, `most` of them, each of so many bytes of shared memory and registers, that a multiprocessor has."""
+        return max(1, min(65536 // registers, (self.shared + 1024) // (shared + 1024), most))
+
     @kept
     def table(self) -> Table:
         """Its rates, and where they are from."""

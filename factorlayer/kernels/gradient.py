@@ -154,7 +154,6 @@ class AtOneVisit(TileSums):
     """What passes have in common that make both gradients of an untied contraction: x's, and sums of the weight's."""
 
     chain: Chain
-    blocks = 1  # at once on a multiprocessor
     writes: Any = "y"
     gradients_to = "w"
     is_whole = False  # a second kernel makes elements of the sums
@@ -229,8 +228,7 @@ class Gradient(TileSums):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, 8))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, 8)
 
     @kept
     def rows(self) -> int:
@@ -509,8 +507,7 @@ def finished(passes: Sequence[Pass]) -> Iterator[Pass]:
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> Gradient | None:
     """The fastest tiling by prediction, or None where the groups make more tiles than a grid has rows."""
-    found = fastest(_tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
 
 
 def reduction_us(plan: TileSums) -> float:

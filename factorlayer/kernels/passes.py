@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from factorlayer.device.code import Asks, headers, kernel
@@ -322,19 +323,24 @@ def class_us(passes: Sequence[Pass], batch: int) -> float:
     return math.prod(sum_us(passes, each) for each in samples) ** (1 / len(samples))
 
 
+def timed(plan: Tiled, batch: int) -> Tiled:
+    """The same, with what it is predicted to take for so many samples."""
+    return replace(plan, us=plan.us_of(batch))  # type: ignore[type-var]
+
+
 def fastest(plans: Iterable[Tiled], batch: int, behind: Callable[[Tiled], float] = lambda plan: 0.0) -> Tiled | None:
-    """The tiling of a family that is predicted to be the fastest for a class of batches, with microseconds `behind` it;
-    None where it has none. Those that take far longer than another one for the number of samples that the class is
-    planned for are not looked at further."""
-    timed = [(plan.us_of(batch) + behind(plan), plan) for plan in plans]
-    most = FAR * min((us for us, _ in timed), default=0.0)
+    """The tiling of a family that is predicted to be the fastest for a class of batches, with microseconds `behind` it,
+    and what it is predicted to take; None where it has none. Those that take far longer than another one for the number
+    of samples that the class is planned for are not looked at further."""
+    found = [(plan.us_of(batch) + behind(plan), plan) for plan in plans]
+    most = FAR * min((us for us, _ in found), default=0.0)
     batches = samples_of_class(batch)
 
     def together(us: float, plan: Tiled) -> float:
         return math.prod(us if each == batch else plan.us_of(each) + behind(plan) for each in batches)
 
-    near = [(together(us, plan), plan) for us, plan in timed if us <= most]
-    return min(near, key=lambda each: each[0])[1] if near else None
+    near = [(together(us, plan), plan) for us, plan in found if us <= most]
+    return timed(min(near, key=lambda each: each[0])[1], batch) if near else None
 
 
 def steadiest(plans: Iterable[Tiled], batch: int) -> Tiled | None:

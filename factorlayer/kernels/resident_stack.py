@@ -17,7 +17,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Asks, Told, ask_for, constants, function
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS, steadiest
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest, timed
 from factorlayer.kernels.resident import Resident, copied_at_once, region_of
 from factorlayer.kernels.stages import Layout, Stage, memory_of, together
 from factorlayer.kernels.tiling import (
@@ -221,7 +221,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
             continue
         seen = []
         for most, in_place in itertools.product(MOST_TILES, (False, True)):
-            stages = _stages(work, samples, warps, most, in_place, gpu)
+            stages = stages_of(work, samples, warps, most, in_place, gpu)
             if stages is None or (stages, in_place) in seen:
                 continue
             seen.append((stages, in_place))
@@ -234,8 +234,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
                 if groups < 1:
                     continue
                 fields = work, stages, 1, 1, 1, samples, warps, groups, slots, in_place, False, False, gpu, 0.0
-                plan = ResidentStack(*fields, layers=tuple(layers), states=states)
-                yield replace(plan, us=plan.us_of(batch))
+                yield timed(ResidentStack(*fields, layers=tuple(layers), states=states), batch)
 
 
 def work_of(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
@@ -249,11 +248,15 @@ def work_of(layers: Sequence[Chain], dtype: str, states: bool) -> Work:
     return Work(1, (layers[0].in_features,), 1, tuple(steps), dtype, inputs=inputs)
 
 
-def _stages(work: Work, samples: int, warps: int, most: int, in_place: bool, gpu: Gpu) -> tuple[Stage, ...] | None:
-    """Of a tile. What the first layer reads and the last one makes is as memory has it."""
+def stages_of(
+    work: Work, samples: int, warps: int, most: int, in_place: bool, gpu: Gpu, cluster: int = 1
+) -> tuple[Stage, ...] | None:
+    """Of a tile, a block's share of each layer's q's. What the first layer reads is as memory has it, and what the last
+    one makes, but by a cluster."""
     stages, last = [], len(work.steps) - 1
     for i, (_, mode) in enumerate(work.steps):
-        p, q = (round_up(mode.p, 8) if i else mode.p), (round_up(mode.q, 8) if i < last else mode.q)
+        p = round_up(mode.p, 8) if i else mode.p
+        q = round_up(-(-mode.q // cluster), 8) if i < last or cluster > 1 else mode.q
         stage = stage_for(p, q, 1, samples, work.dtype, warps, most, in_place, gpu, False)
         if stage is None:
             return None

@@ -15,7 +15,6 @@ from factorlayer.plan.registry.recurrent import (
     OF_DECODE_FEW,
     OF_DECODE_STEP,
     OF_RECURRENCE,
-    OF_RECURRENCE_BACK,
     OF_RECURRENT_SLOPES,
 )
 
@@ -41,8 +40,8 @@ def plan_recurrent(text: str, dtype: str, batch: int, gpu: Gpu) -> Plan:
     recurrence = Recurrence.parse(head)
     chain = recurrence.chain
     computed = "tf32" if dtype == "float32" and chain.tf32 else dtype
-    kind = {"": OF_RECURRENCE, BACKWARD: OF_RECURRENCE_BACK, SLOPES: OF_RECURRENT_SLOPES}[asked]
-    found = fastest(kind, recurrence, computed, batch, gpu)
+    kind = OF_RECURRENT_SLOPES if asked == SLOPES else OF_RECURRENCE
+    found = fastest(kind, recurrence, computed, batch, gpu, back=asked == BACKWARD)
     if not found:
         raise PlanError(
             why_not(recurrence)

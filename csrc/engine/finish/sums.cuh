@@ -2,17 +2,6 @@
 #pragma once
 #include "multiply/mma.cuh"
 
-// Two neighbours, the second of which may not be there if they are not PAIRED: always side by side in one word.
-template <bool PAIRED, class T> DEVICE void store_two(T* to, Sum<T> x, Sum<T> y, bool second) {
-  if constexpr (PAIRED) {
-    const Pair<T> two(x, y);
-    store_words<sizeof(two)>(to, *reinterpret_cast<const Words<sizeof(two)>*>(&two));
-  } else {
-    store_global(to, narrow<T>(x));
-    if (second) store_global(to + 1, narrow<T>(y));
-  }
-}
-
 DEVICE void put_sums(u32 to, const float (&sum)[4]) {
   store_u32x4(to, {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])});
 }

@@ -5,7 +5,6 @@
 // What warps have summed, in shared memory: for each of WAYS warps ROWS rows of SAMPLES. BY_SAMPLES these lie side by side,
 // else the rows. Every SKEW samples are 16 or 32 bytes further than they would be, so that no two lanes meet in a bank.
 template <class Total, int ROWS, int SAMPLES, int WAYS, bool BY_SAMPLES, int SKEW> struct WarpTotals {
-  static constexpr bool kBySamples = BY_SAMPLES;
   static constexpr int kSize = sizeof(Total), kEach = 16 / kSize, kShift = (BY_SAMPLES ? 16 : 32) / kSize;
   static constexpr int kSkews = SKEW ? SAMPLES / SKEW * kShift : 0;
   static constexpr int kLine = BY_SAMPLES ? SAMPLES + 8 + kSkews : ROWS + kEach;
@@ -68,12 +67,7 @@ template <class Element, int COUNT> DEVICE void store_run(Element* to, const Sum
   } else {
     constexpr int kBytes = COUNT * sizeof(Element);
     u32 words[kBytes / 4];
-    UNROLL for (int i = 0; i < kBytes / 4; ++i) {
-      if constexpr (sizeof(Element) == 2)
-        words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
-      else
-        words[i] = __float_as_uint(x[i]);
-    }
+    words_of<Element>(words, [&](int i) { return x[i]; });
     store_global<kBytes>(to, words);
   }
 }
@@ -83,12 +77,7 @@ template <class Element, int COUNT> DEVICE void store_shared_run(u32 to, const S
     store_f64x2(to, x[0], x[1]);
   } else {
     u32 words[4];
-    UNROLL for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(Element) == 2)
-        words[i] = Pair<Element>(x[i * 2], x[i * 2 + 1]).bits;
-      else
-        words[i] = __float_as_uint(x[i]);
-    }
+    words_of<Element>(words, [&](int i) { return x[i]; });
     store_u32x4(to, words);
   }
 }

@@ -24,6 +24,17 @@ template <class Element> DEVICE void load_two(u32 from, Sum<Element> (&x)[2]) {
   }
 }
 
+// To memory, side by side by one access, or, not PAIRED, where the second may not be there
+template <bool PAIRED, class T> DEVICE void store_two(T* to, Sum<T> x, Sum<T> y, bool second) {
+  if constexpr (PAIRED) {
+    const Pair<T> two(x, y);
+    store_words<sizeof(two)>(to, *reinterpret_cast<const Words<sizeof(two)>*>(&two));
+  } else {
+    store_global(to, narrow<T>(x));
+    if (second) store_global(to + 1, narrow<T>(y));
+  }
+}
+
 // One like the second argument
 DEVICE float load_sum(u32 from, float) { return __uint_as_float(load_u32(from)); }
 DEVICE double load_sum(u32 from, double) { return load_f64(from); }

@@ -235,62 +235,46 @@ DEVICE u32 upper_halves(u32 x, u32 y) { return __byte_perm(x, y, 0x7632); }
 DEVICE void load_global(const void* from, u32 (&x)[4]) {
   asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : FOUR("=r", x) : "l"(from));
 }
-// Zeros, and nothing is read, if it is not `present`: branches would part many loads, each with an address of its own.
-DEVICE void load_global(const void* from, u32 (&x)[4], bool present) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-               "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }" : FOUR("=&r", x) : "l"(from), "r"(int(present)));
-}
+// Of lanes with `present`, without a branch, which would part many loads, each with an address of its own: by `zeroed` what others
+// have becomes zero first, and nothing is read.
+#define LOAD_SOME(kind, zeroed, operand, clobbers)                                                                      \
+  if constexpr (BYTES == 16)                                                                                            \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; " zeroed("%0") zeroed("%1") zeroed("%2") zeroed("%3") "\n"       \
+                 "@p ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4]; }"                                                \
+                 : FOUR(operand, x) : "l"(from), "r"(int(present)) clobbers);                                           \
+  else if constexpr (BYTES == 8)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; " zeroed("%0") zeroed("%1") "\n"                                \
+                 "@p ld.global" kind ".v2.u32 {%0, %1}, [%2]; }"                                                        \
+                 : TWO(operand, x) : "l"(from), "r"(int(present)) clobbers);                                            \
+  else if constexpr (BYTES == 4)                                                                                        \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; " zeroed("%0") "@p ld.global" kind ".u32 %0, [%1]; }"           \
+                 : operand(x[0]) : "l"(from), "r"(int(present)) clobbers);                                              \
+  else                                                                                                                  \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; " zeroed("%0") "@p ld.global" kind ".u16 %0, [%1]; }"           \
+                 : operand(x[0]) : "l"(from), "r"(int(present)) clobbers)
+#define ZERO(x) "mov.b32 " x ", 0; "
+#define AS_IT_WAS(x) ""
+#define MEMORY : "memory"
 template <int BYTES> DEVICE void load_global(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-  if constexpr (BYTES == 16)
-    load_global(from, x, present);
-  else if constexpr (BYTES == 8)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.nc.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)));
-  else if constexpr (BYTES == 4)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u32 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
-  else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.nc.u16 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)));
+  LOAD_SOME(".nc", ZERO, "=&r", );
 }
+DEVICE void load_global(const void* from, u32 (&x)[4], bool present) { load_global<16>(from, x, present); }
 // The same of what a kernel has made that had not ended when this one started, but has been waited for.
 template <int BYTES> DEVICE void load_made(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-  if constexpr (BYTES == 16)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-                 "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-                 : FOUR("=&r", x) : "l"(from), "r"(int(present)) : "memory");
-  else if constexpr (BYTES == 8)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;\n"
-                 "@p ld.global.v2.u32 {%0, %1}, [%2]; }" : TWO("=&r", x) : "l"(from), "r"(int(present)) : "memory");
-  else if constexpr (BYTES == 4)
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u32 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
-  else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0;\n@p ld.global.u16 %0, [%1]; }"
-                 : "=&r"(x[0]) : "l"(from), "r"(int(present)) : "memory");
+  LOAD_SOME("", ZERO, "=&r", MEMORY);
 }
 // The same, by MADE of either kind, without zeros: what is not `present` stays as it was.
 template <int BYTES, bool MADE> DEVICE void load_some(const void* from, u32 (&x)[BYTES < 4 ? 1 : BYTES / 4], bool present) {
-#define LOAD_SOME(kind)                                                                                                 \
-  if constexpr (BYTES == 16)                                                                                            \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global" kind ".v4.u32 {%0, %1, %2, %3}, [%4]; }"          \
-                 : FOUR("+r", x) : "l"(from), "r"(int(present)) : "memory");                                            \
-  else if constexpr (BYTES == 8)                                                                                        \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global" kind ".v2.u32 {%0, %1}, [%2]; }"                  \
-                 : TWO("+r", x) : "l"(from), "r"(int(present)) : "memory");                                             \
-  else if constexpr (BYTES == 4)                                                                                        \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u32 %0, [%1]; }"                           \
-                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory");                                               \
-  else                                                                                                                  \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global" kind ".u16 %0, [%1]; }"                           \
-                 : "+r"(x[0]) : "l"(from), "r"(int(present)) : "memory")
   if constexpr (MADE) {
-    LOAD_SOME("");
+    LOAD_SOME("", AS_IT_WAS, "+r", MEMORY);
   } else {
-    LOAD_SOME(".nc");
+    LOAD_SOME(".nc", AS_IT_WAS, "+r", MEMORY);
   }
-#undef LOAD_SOME
 }
+#undef LOAD_SOME
+#undef ZERO
+#undef AS_IT_WAS
+#undef MEMORY
 // Five words behind one another, which lie in as many accesses
 DEVICE void load_five(const void* from, u32 (&x)[5], bool present) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; mov.b32 %4, 0;\n"
@@ -461,27 +445,27 @@ template <bool TRANSPOSED> DEVICE void store_matrices(u32 row, const u32 (&x)[2]
 template <class T> constexpr bool kIsBf16 = false;
 template <> constexpr bool kIsBf16<bf16> = true;
 
+#define IN_FLOAT(shape, kind, operands) \
+  "mma.sync.aligned." shape ".row.col.f32." kind "." kind ".f32 {%0,%1,%2,%3}, " operands ", {%0,%1,%2,%3};"
+#define FOUR_BY_TWO "{%4,%5,%6,%7}, {%8,%9}"
 template <class Element> DEVICE void multiply_16(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+    asm(IN_FLOAT("m16n8k16", "bf16", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
   else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+    asm(IN_FLOAT("m16n8k16", "f16", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
 // Of the first halves of the operands
 template <class Element> DEVICE void multiply_8(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   if constexpr (kIsBf16<Element>)
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
+    asm(IN_FLOAT("m16n8k8", "bf16", "{%4,%5}, {%6}") : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
   else
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-        : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
+    asm(IN_FLOAT("m16n8k8", "f16", "{%4,%5}, {%6}") : FOUR("+f", y) : TWO("r", a), "r"(b[0]));
 }
 DEVICE void multiply_tf32(float (&y)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
+  asm(IN_FLOAT("m16n8k8", "tf32", FOUR_BY_TWO) : FOUR("+f", y) : FOUR("r", a), TWO("r", b));
 }
+#undef FOUR_BY_TWO
+#undef IN_FLOAT
 DEVICE void multiply_f64(double (&y)[4], const double (&a)[4], const double (&b)[2]) {
 #if __CUDA_ARCH__ >= 900
   asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -28,8 +28,8 @@ DEVICE float larger_of(float most, const u32 (&x)[4]) {
 // Each of neighbouring threads
 template <int THREADS, int COUNT> DEVICE void most_of(float (&x)[COUNT]) {
   UNROLL for (int by = 1; by < THREADS; by *= 2) {
-    u32 given[COUNT];  // all on their way at once
-    UNROLL for (int i = 0; i < COUNT; ++i) given[i] = __shfl_xor_sync(0xffffffff, __float_as_uint(x[i]), by);
-    UNROLL for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], __uint_as_float(given[i]));
+    float given[COUNT];  // all on their way at once
+    UNROLL for (int i = 0; i < COUNT; ++i) given[i] = of_lane(x[i], by);
+    UNROLL for (int i = 0; i < COUNT; ++i) x[i] = fmaxf(x[i], given[i]);
   }
 }

@@ -41,6 +41,14 @@ template <> struct __align__(16) Pair<double> {
   DEVICE Pair(double x, double y) : x(x), y(y) {}
 };
 
+// What another lane has, whose number differs in the bits of `by`
+DEVICE u32 of_lane(u32 x, int by) { return __shfl_xor_sync(0xffffffff, x, by); }
+DEVICE float of_lane(float x, int by) { return __uint_as_float(of_lane(__float_as_uint(x), by)); }
+DEVICE double of_lane(double x, int by) {
+  const u64 bits = *reinterpret_cast<const u64*>(&x);
+  return double_of(of_lane(u32(bits), by), of_lane(u32(bits >> 32), by));
+}
+
 // Of LANES neighbouring lanes that have EACH words for each other, lane t of them gets what is its own, in the lanes' order.
 template <int LANES, int EACH = 1> DEVICE void exchange_words(u32 (&words)[LANES * EACH]) {
   const int t = threadIdx.x % LANES;
@@ -90,6 +98,16 @@ template <class Element> DEVICE Sum<Element> number_of(const u32* words, int i) 
     return widen(Element{u16(words[i / 2] >> i % 2 * 16)});
 }
 
+// Words that have number(0), number(1), ... side by side, rounded, of up to 32 bits each
+template <class Element, int WORDS, class Number> DEVICE void words_of(u32 (&words)[WORDS], const Number& number) {
+  UNROLL for (int i = 0; i < WORDS; ++i) {
+    if constexpr (sizeof(Element) == 2)
+      words[i] = Pair<Element>(number(2 * i), number(2 * i + 1)).bits;
+    else
+      words[i] = __float_as_uint(number(i));
+  }
+}
+
 // Powers of two that bring the largest of the numbers of each weight to [1, 2), multiplied, by each warp together. Products of
 // half-precision weights would underflow without. What is loaded is on its way before lanes exchange anything.
 DEVICE float normals() { return 1; }
@@ -98,7 +116,7 @@ template <class Element, class... More> DEVICE float normals(const Element* weig
   UNROLL_BY(8) for (int i = threadIdx.x % 32; i < count; i += 32) most = fmaxf(most, fabsf(widen(weight[i])));
   const float others = normals(more...);
   UNROLL for (int by = 16; by > 0; by /= 2)
-    most = fmaxf(most, __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(most), by)));
+    most = fmaxf(most, of_lane(most, by));
   const u32 exponent = __float_as_uint(most) >> 23;
   return others * (exponent > 0 && exponent < 254 ? __uint_as_float((254 - exponent) << 23) : 1.f);
 }

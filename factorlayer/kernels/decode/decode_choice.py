@@ -16,7 +16,7 @@ from factorlayer.kernels.decode.decode_step import (
     rounds,
     vector_bytes,
 )
-from factorlayer.kernels.passes import OneSpread, fastest
+from factorlayer.kernels.passes import OneSpread
 from factorlayer.maths.decoder import Decoder
 
 AT_ONCE = 16  # pieces of a lane that are on their way at once, of all its rows
@@ -118,4 +118,4 @@ def tilings(decoder: Decoder, dtype: str, gpu: Gpu) -> Iterator[DecodeChoice]:
 
 
 def tile(decoder: Decoder, dtype: str, batch: int, gpu: Gpu) -> DecodeChoice | None:
-    return fastest(tilings(decoder, dtype, gpu), batch)
+    return min(tilings(decoder, dtype, gpu), key=lambda plan: plan.us, default=None)  # of any batch

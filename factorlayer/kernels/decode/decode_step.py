@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
-from factorlayer.kernels.passes import OneSpread, fastest
+from factorlayer.kernels.passes import OneSpread
 from factorlayer.kernels.recurrent.recurrent import functions_of
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.decoder import Decoder
@@ -144,4 +144,4 @@ def tilings(decoder: Decoder, layer: int, dtype: str, gpu: Gpu) -> Iterator[Deco
 
 
 def tile(decoder: Decoder, layer: int, dtype: str, batch: int, gpu: Gpu) -> DecodeStep | None:
-    return fastest(tilings(decoder, layer, dtype, gpu), batch)
+    return min(tilings(decoder, layer, dtype, gpu), key=lambda plan: plan.us, default=None)  # of any batch

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, kinds, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import tensor_map
+from factorlayer.kernels.passes import tensor_map, timed
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import OfWork, Terms, TwoSizes, Work, round_up, told_inputs
 
@@ -295,7 +295,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Pair | None:
                 and plan.registers_needed <= (plan.registers[1] or 255)
             )
             if fits and (mixes or groups == 1 or slots >= groups * -(-p0 // chunk)):
-                return replace(plan, us=plan.us_of(batch))
+                return timed(plan, batch)
     return None
 
 

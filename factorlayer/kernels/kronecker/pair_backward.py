@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
@@ -91,8 +91,7 @@ def tile(
 ) -> PairBackward | None:
     """The fastest by prediction, of all ways to take neighbouring modes as two; None where this family has no kernel.
     `outer` is the size of what lies before them."""
-    plans = (replace(plan, us=plan.us_of(batch)) for plan in _tilings(modes, outer, dtype, gpu, inputs))
-    return fastest(plans, batch)
+    return fastest(_tilings(modes, outer, dtype, gpu, inputs), batch)
 
 
 def _tilings(

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from factorlayer.device.code import constants, kinds
-from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
+from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.batches import MOST_FEW
 from factorlayer.kernels.gradient import SUM_BYTES
+from factorlayer.kernels.kronecker.pair_few_backward import takes
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.work import Inputs, Mode, OfTwoModes, told_inputs
 
-LARGEST = 128
 CLUSTER = 8  # blocks, as any GPU with clusters has
 MOST_SLOTS, MOST_THREADS = 4, 256
 START_US = 0.8  # with the first unit on its way
@@ -104,7 +103,21 @@ class PairClusterBackward(OfTwoModes):
         return self.shared <= self.gpu.shared and self.threads * self.registers <= 65536 and self.registers <= 255
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds."""
+        p0, p1, q0, q1 = self.sizes
+        gpu, size = self.gpu, self.size
+        products = self.span * max(q1 * (p1 + q0), q0 * (p0 + p1))  # of a group's unit
+        rate = (0.4 if size == 2 else 0.8) * gpu.flops[self.dtype] * min(1.0, self.warps / 4)
+        read = products / 16 * (1 + 16 / min(self.span, 32)) * size / gpu.shared_bytes
+        unit = max(
+            2 * products / rate, read * self.groups, 2 * products * self.groups / (rate / min(1.0, self.warps / 4))
+        )
+        weights = max(q1 * p1 + q0 * self.span, q0 * p0) * size
+        load = (weights + self.groups * max(self.span * p1 + q0 * q1, p0 * p1 + q0 * self.span) * size) / gpu.l2_bytes
+        exchange = EXCHANGE_US + 2 * self.groups * self.sums * SUM_BYTES[self.dtype] / gpu.l2_bytes
+        waves = -(-self.split // gpu.sms)
+        rounds = math.ceil(batch * self.units_per_sample / self.parts)
+        return START_US + exchange + waves * (load + (UNIT_US + unit) * rounds)
 
     @property
     def details(self) -> str:
@@ -125,42 +138,19 @@ def tile(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
 ) -> PairClusterBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
-    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or batch > MOST_FEW:
+    if not gpu.clusters or not takes(modes, dtype, batch, inputs):
         return None
-    if not gpu.clusters or (inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype])):
-        return None
-    plans = [
-        replace(plan, us=plan.us_of(batch), inputs=inputs)
-        for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
-    ]
-    return fastest(plans, batch)
+    return fastest(tilings((modes[0], modes[1]), outer, dtype, batch, gpu, inputs), batch)
 
 
-def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairClusterBackward]:
-    sizes = [n for mode in modes for n in (mode.p, mode.q)]
-    if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
-        return
+def tilings(
+    modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> Iterator[PairClusterBackward]:
     for span, groups, warps in itertools.product((64, 32, 16), (1, 2, 4), (1, 2, 4, 8)):
         if modes[0].p % span or modes[1].q % span or groups * warps * 32 > MOST_THREADS:
             continue
         for slots in range(MOST_SLOTS, 1, -1):
-            plan = PairClusterBackward(modes, dtype, outer, span, groups, warps, slots, batch, gpu)
+            plan = PairClusterBackward(modes, dtype, outer, span, groups, warps, slots, batch, gpu, inputs=inputs)
             if plan.fits:
                 yield plan
                 break
-
-
-def _time(plan: PairClusterBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    p0, p1, q0, q1 = plan.sizes
-    gpu, size = plan.gpu, plan.size
-    products = plan.span * max(q1 * (p1 + q0), q0 * (p0 + p1))  # of a group's unit
-    rate = (0.4 if size == 2 else 0.8) * gpu.flops[plan.dtype] * min(1.0, plan.warps / 4)
-    read = products / 16 * (1 + 16 / min(plan.span, 32)) * size / gpu.shared_bytes
-    unit = max(2 * products / rate, read * plan.groups, 2 * products * plan.groups / (rate / min(1.0, plan.warps / 4)))
-    weights = max(q1 * p1 + q0 * plan.span, q0 * p0) * size
-    load = (weights + plan.groups * max(plan.span * p1 + q0 * q1, p0 * p1 + q0 * plan.span) * size) / gpu.l2_bytes
-    exchange = EXCHANGE_US + 2 * plan.groups * plan.sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes
-    waves = -(-plan.split // gpu.sms)
-    rounds = math.ceil(batch * plan.units_per_sample / plan.parts)
-    return START_US + exchange + waves * (load + (UNIT_US + unit) * rounds)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.work import TakesTwoModes, Work, round_up
 
 DEPTH = 16  # k's of a chunk
@@ -85,4 +86,4 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairDouble | None:
     plan = PairDouble(work, gpu)
     if min(plan.sizes) < LEAST or max(plan.sizes) > LARGEST or plan.slots < LEAST_SLOTS:
         return None
-    return replace(plan, us=plan.us_of(batch))
+    return timed(plan, batch)

@@ -4,7 +4,7 @@ pair_double_backward.cuh."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
@@ -18,6 +18,7 @@ from factorlayer.kernels.kronecker.pair_double import (
     LEAST_SLOTS,
     REGISTERS,
 )
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.work import Mode, OfTwoModes, round_up
 
 MOST_SLOTS = 6
@@ -131,4 +132,4 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     both = [PairDoubleBackward((first, last), outer, returns, gpu) for returns in (False, True)]
     if min(both[0].sizes) < LEAST or max(both[0].sizes) > LARGEST or min(plan.slots for plan in both) < LEAST_SLOTS:
         return ()
-    return tuple(replace(plan, us=plan.us_of(batch)) for plan in both)
+    return tuple(timed(plan, batch) for plan in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import Gpu
@@ -70,7 +70,19 @@ class PairFew(TakesTwoModes):
         return max(used, self.gpu.shared // 32 * 16 + 16) if used > ALONE_BYTES else used
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds."""
+        p0, p1, q0, _ = self.sizes
+        gpu, dtype = self.gpu, self.work.dtype
+        load = (p0 * (p1 + q0) + self.span * (p1 + q0 * self.work.bias)) * self.size / gpu.l2_bytes
+        products = self.span * p0 * (p1 + q0)
+        # One warp for each quarter of a multiprocessor cannot keep its matrix unit busy with doubles.
+        rate = {2: 0.55, 4: 1.0, 8: min(1.0, self.warps / 8)}[self.size] * gpu.flops[dtype]
+        multiply = 2 * products / rate
+        high, wide = self.tiles
+        read = products * (1 / (16 * high) + 1 / (8 * wide)) * self.size / gpu.shared_bytes
+        busy = max(multiply, read) + CHUNK_US * self.chunks
+        block = max(load, busy) + min(load, busy) / self.chunks
+        return START_US + LONGER * block * math.ceil(batch * self.units_per_sample * self.split / gpu.sms)
 
     @property
     def details(self) -> str:
@@ -90,8 +102,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> PairFew | None:
     """The fastest by prediction; None where this family has no kernel."""
     if work.rank > 1 or work.inner > 1 or [at for at, _ in work.steps] != [1, 0] or batch > MOST_FEW:
         return None
-    plans = [replace(plan, us=plan.us_of(batch)) for plan in tilings(work, gpu)]
-    return fastest(plans, batch)
+    return fastest(tilings(work, gpu), batch)
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
@@ -105,19 +116,3 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[PairFew]:
             plan = PairFew(work, span, rows, slots, warps, gpu)
             if plan.shared <= gpu.shared:
                 yield plan
-
-
-def _time(plan: PairFew, batch: int) -> float:
-    """Predicted microseconds."""
-    p0, p1, q0, _ = plan.sizes
-    gpu, dtype = plan.gpu, plan.work.dtype
-    load = (p0 * (p1 + q0) + plan.span * (p1 + q0 * plan.work.bias)) * plan.size / gpu.l2_bytes
-    products = plan.span * p0 * (p1 + q0)
-    # One warp for each quarter of a multiprocessor cannot keep its matrix unit busy with doubles.
-    rate = {2: 0.55, 4: 1.0, 8: min(1.0, plan.warps / 8)}[plan.size] * gpu.flops[dtype]
-    multiply = 2 * products / rate
-    high, wide = plan.tiles
-    read = products * (1 / (16 * high) + 1 / (8 * wide)) * plan.size / gpu.shared_bytes
-    busy = max(multiply, read) + CHUNK_US * plan.chunks
-    block = max(load, busy) + min(load, busy) / plan.chunks
-    return START_US + LONGER * block * math.ceil(batch * plan.units_per_sample * plan.split / gpu.sms)

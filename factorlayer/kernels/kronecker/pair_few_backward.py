@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -93,7 +93,17 @@ class PairFewBackward(OfTwoModes, BlockSums):
         return self.shared <= self.gpu.shared and self.registers <= 65536 // self.threads
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Predicted microseconds."""
+        _, p1, q0, q1 = self.sizes
+        chunks, gpu = q1 // self.width, self.gpu
+        load = (q1 + self.span) * (p1 + q0) * self.size / gpu.l2_bytes
+        products = self.span * q1 * (3 * p1 + 2 * q0)
+        multiply = 2 * products / ((0.55 if self.size == 2 else 1.0) * gpu.flops[self.dtype])
+        read = products / 16 * (1 + 16 / self.span) * self.size / gpu.shared_bytes
+        sums = 2 * self.unit_sums * SUM_BYTES[self.dtype] / gpu.l2_bytes / self.split
+        busy = max(multiply, read) + CHUNK_US * chunks
+        block = max(load, busy) + min(load, busy) / chunks + sums
+        return START_US + block * math.ceil(batch * self.units_per_sample * self.split / gpu.sms)
 
     @property
     def details(self) -> str:
@@ -106,44 +116,32 @@ class PairFewBackward(OfTwoModes, BlockSums):
         return kinds(self.dtype) + constants({**told_inputs(self.inputs), **self.told_sizes, **numbers})
 
 
+def takes(modes: tuple[Mode, ...], dtype: str, batch: int, inputs: Inputs | None) -> bool:
+    """Whether these are two factors, of whole sixteens, and few samples."""
+    sizes = [n for mode in modes for n in (mode.p, mode.q)]
+    both = len(modes) == 2 and all(len(mode.parts) == 1 for mode in modes)
+    whole = not any(n % 16 for n in sizes) and max(sizes) <= LARGEST
+    return both and whole and batch <= MOST_FEW and (inputs is None or inputs.are_pieces(ELEMENT_BYTES[dtype]))
+
+
 def tile(
     modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
 ) -> PairFewBackward | None:
     """The fastest by prediction; None where this family has no kernel. `outer` is the size of what lies before them."""
-    if len(modes) != 2 or any(len(mode.parts) > 1 for mode in modes) or batch > MOST_FEW:
+    if not takes(modes, dtype, batch, inputs):
         return None
-    if inputs and not inputs.are_pieces(ELEMENT_BYTES[dtype]):
-        return None
-    plans = [
-        replace(plan, us=plan.us_of(batch), inputs=inputs)
-        for plan in tilings((modes[0], modes[1]), outer, dtype, batch, gpu)
-    ]
+    plans = tilings((modes[0], modes[1]), outer, dtype, batch, gpu, inputs)
     return fastest((plan for plan in plans if plan.part_bytes <= MOST_BYTES), batch)
 
 
-def tilings(modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu) -> Iterator[PairFewBackward]:
-    sizes = [n for mode in modes for n in (mode.p, mode.q)]
-    if any(n % 16 for n in sizes) or max(sizes) > LARGEST:
-        return
+def tilings(
+    modes: tuple[Mode, Mode], outer: int, dtype: str, batch: int, gpu: Gpu, inputs: Inputs | None = None
+) -> Iterator[PairFewBackward]:
     for span, width in itertools.product(SPANS, WIDTHS):
         chunks = modes[1].q // width
         if modes[0].p % span or modes[1].q % width:
             continue
         for slots in range(chunks, 1, -1):
-            plan = PairFewBackward(modes, dtype, outer, span, width, slots, batch, gpu)
+            plan = PairFewBackward(modes, dtype, outer, span, width, slots, batch, gpu, inputs=inputs)
             if plan.fits:
                 yield plan
-
-
-def _time(plan: PairFewBackward, batch: int) -> float:
-    """Predicted microseconds."""
-    _, p1, q0, q1 = plan.sizes
-    chunks, gpu = q1 // plan.width, plan.gpu
-    load = (q1 + plan.span) * (p1 + q0) * plan.size / gpu.l2_bytes
-    products = plan.span * q1 * (3 * p1 + 2 * q0)
-    multiply = 2 * products / ((0.55 if plan.size == 2 else 1.0) * gpu.flops[plan.dtype])
-    read = products / 16 * (1 + 16 / plan.span) * plan.size / gpu.shared_bytes
-    sums = 2 * plan.unit_sums * SUM_BYTES[plan.dtype] / gpu.l2_bytes / plan.split
-    busy = max(multiply, read) + CHUNK_US * chunks
-    block = max(load, busy) + min(load, busy) / chunks + sums
-    return START_US + block * math.ceil(batch * plan.units_per_sample * plan.split / gpu.sms)

@@ -6,14 +6,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Asks, ask_for, constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.kronecker.pair16_backward import SLAB, Pair16Backward
-from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST, SLAB, Pair16Backward
 from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.weights import can_be_made, told_weights
 from factorlayer.kernels.work import Mode, merged, round_up
@@ -138,7 +137,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
         fits = 1 < max(p, q) <= MOST_MIXED and min(large) >= LEAST and max(large) <= Pair16Backward.largest
         fits = fits and p1 % 8 == 0 and q1 % 8 == 0 and all(can_be_made(mode, dtype) for mode in three)
         if fits and plan.chunks > plan.least_chunks:
-            plans.append(replace(plan, us=plan.us_of(batch)))
+            plans.append(plan)
     return fastest(plans, batch)
 
 

@@ -4,13 +4,13 @@ Hopper's matrix unit multiplies bf16 pieces of floats."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.kronecker.pair_split_backward import PIECES, PRODUCTS, SLAB
-from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST
+from factorlayer.kernels.kronecker.warpgroups import BARRIER_BYTES, LEAST, PIECES, PRODUCTS, SLAB
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.product.single_backward import OfOneFactor
 from factorlayer.maths.spec import Contraction
 
@@ -82,4 +82,4 @@ def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleSp
     plan = SingleSplitBackward(c, dtype, gpu)
     if plan.parts != -(-c.q // BLOCK) or plan.shared > gpu.shared:
         return None
-    return replace(plan, us=plan.us_of(batch))
+    return timed(plan, batch)

@@ -131,7 +131,6 @@ class SmallDoubleBackward(BlockSums):
     us: float = 0.0
 
     dtype = "float64"
-    units_per_block = 1
 
     @property
     def threads(self) -> int:
@@ -239,7 +238,7 @@ def tile(modes: tuple[Mode, ...], outer: int, dtype: str, batch: int, gpu: Gpu) 
     """None where this family has no kernel. `outer` is the size of what lies before the modes."""
     if dtype != "float64" or len(modes) == 2 or not takes(modes, gpu):  # of which pairs are faster
         return None
-    return fastest((replace(plan, us=plan.us_of(batch)) for plan in tilings(modes, outer, gpu)), batch)
+    return fastest(tilings(modes, outer, gpu), batch)
 
 
 @functools.lru_cache(256)

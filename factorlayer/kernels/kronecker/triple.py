@@ -12,10 +12,10 @@ from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.batches import MOST_FEW
 from factorlayer.kernels.gradient import SUM_BYTES, BlockSums
-from factorlayer.kernels.kronecker import pair16_backward, pair_split_backward
+from factorlayer.kernels.kronecker import warpgroups
 from factorlayer.kernels.kronecker.pair import LEAST, Pair
-from factorlayer.kernels.kronecker.pair16_backward import Pair16Backward
-from factorlayer.kernels.kronecker.pair_split_backward import PairSplitBackward
+from factorlayer.kernels.kronecker.warpgroups import Pair16Backward, PairSplitBackward
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.weights import weight_functions
 from factorlayer.kernels.work import Mode, OfWork, Work, round_up
 
@@ -258,8 +258,7 @@ def tile_backward(
         return ()  # what comes back lies where that of x belongs
     work = Work(outer, tuple(mode.p for mode in modes), 1, tuple((i, modes[i]) for i in (2, 1, 0)), dtype)
     plan = next((plan for plan in _tilings_backward(work, gpu) if _fits(plan)), None)
-    family = pair16_backward if ELEMENT_BYTES[dtype] == 2 else pair_split_backward
-    behind = family.tile(tuple(two), outer * first.p, dtype, batch, gpu)
+    behind = warpgroups.tile(tuple(two), outer * first.p, dtype, batch, gpu)
     if plan is None or not behind:
         return ()
     return replace(plan, us=_time_backward(plan, batch)), replace(plan.behind, us=behind[0].us)
@@ -295,7 +294,7 @@ def tile(work: Work, batch: int, gpu: Gpu) -> Triple | None:
     if min(sizes) < LEAST or max(sizes) > LARGEST or sizes[2] * size % 16 or sizes[5] * size % 16:
         return None
     found = next((plan for plan in _tilings(work, gpu) if _fits(plan)), None)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return timed(found, batch) if found else None
 
 
 def _fits(plan: Triple) -> bool:

@@ -215,8 +215,7 @@ class MonarchChunks(OfMonarch):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, MOST_TOGETHER))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, MOST_TOGETHER)
 
     @kept
     def registers(self) -> int:
@@ -444,8 +443,7 @@ def tile_back(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchChunks |
 
 @functools.lru_cache(256)
 def _tile(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> MonarchChunks | None:
-    found = fastest(_tilings(chain, dtype, back, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(chain, dtype, back, batch, gpu), batch)
 
 
 def _tilings(chain: Chain, dtype: str, back: bool, batch: int, gpu: Gpu) -> Iterator[MonarchChunks]:

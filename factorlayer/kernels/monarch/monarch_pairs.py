@@ -130,7 +130,7 @@ class MonarchPairs(OfMonarch, BlockSums):
 
     threads = 32 * WARPS
     units_per_sample = 1
-    reads, writes = "x", "s2"
+    writes = "s2"
     output_bytes = 0
 
     def outputs(self, batch: int) -> tuple[int, ...]:
@@ -165,8 +165,7 @@ class MonarchPairs(OfMonarch, BlockSums):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        fit = (self.gpu.shared + 1024) // (self.shared + 1024)
-        return max(1, min(65536 // (self.threads * self.registers), fit, 2))
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, 2)
 
     @kept
     def registers(self) -> int:
@@ -271,8 +270,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[Pass,
 @functools.lru_cache(256)
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> MonarchPairs | None:
     """The fastest tiling by prediction; None where none fits."""
-    found = fastest(_tilings(chain, dtype, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(chain, dtype, batch, gpu), batch)
 
 
 def _tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchPairs]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import activation_type
 from factorlayer.device.code import ELEMENT, constants, wgmma
@@ -114,7 +114,20 @@ class MonarchThrough(OfMonarch):
         )
 
     def us_of(self, batch: int) -> float:
-        return _time(replace(self, batch=batch))
+        """Multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+        first, second = self.chain.contractions
+        gpu = self.gpu
+        each = math.ceil(math.ceil(batch / self.units_per_block) / (gpu.sms // CLUSTER))
+        columns, steps, parts = self.half * self.rank, -(-first.p // 64) * 4, -(-second.q // self.n)
+        # Cycles of a product of 64 x n x 16, by the matrix unit and by shared memory, and of what is done to its sums
+        both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4)
+        both += parts * second.p / 16 * second.inner * self.n / 2
+        both += 300 * first.outer + 200 * parts
+        loads = first.outer * steps // 4 * (ROWS + first.q) + parts * self.depth * second.inner * self.n
+        moved = batch * (self.chain.in_features + self.chain.out_features) * 2
+        busy = each * max(1.3 * both / gpu.rates.cycles, 128 * loads / 90e3)
+        memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
+        return 3.2 + max(busy, memory) + 0.1 * min(busy, memory)
 
     @property
     def details(self) -> str:
@@ -157,21 +170,4 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[MonarchT
     for n in (16, 32, 48, 64):
         plan = MonarchThrough(chain, dtype, n, batch, gpu)
         if plan.fits:
-            yield replace(plan, us=_time(plan))
-
-
-def _time(plan: MonarchThrough) -> float:
-    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
-    first, second = plan.chain.contractions
-    gpu = plan.gpu
-    each = math.ceil(math.ceil(plan.batch / plan.units_per_block) / (gpu.sms // CLUSTER))
-    columns, steps, parts = plan.half * plan.rank, -(-first.p // 64) * 4, -(-second.q // plan.n)
-    # Cycles of a product of 64 x n x 16, by the matrix unit and by shared memory, and of what is done to its sums
-    both = first.outer * steps * 2 * max(columns / 2, 16 + columns / 4)
-    both += parts * second.p / 16 * second.inner * plan.n / 2
-    both += 300 * first.outer + 200 * parts
-    loads = first.outer * steps // 4 * (ROWS + first.q) + parts * plan.depth * second.inner * plan.n
-    moved = plan.batch * (plan.chain.in_features + plan.chain.out_features) * 2
-    busy = each * max(1.3 * both / gpu.rates.cycles, 128 * loads / 90e3)
-    memory = 1.2 * moved / (gpu.memory_bytes * gpu.sms)
-    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory)
+            yield plan

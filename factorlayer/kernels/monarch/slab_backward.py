@@ -6,13 +6,13 @@ For groups of up to 256 q's, of grad_y that lies by slabs of 32 samples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import AtOneVisit
-from factorlayer.kernels.passes import MOST_BLOCKS, tensor_map
+from factorlayer.kernels.passes import MOST_BLOCKS, tensor_map, timed
 from factorlayer.maths.chain import Chain
 
 UNIT = 64  # samples
@@ -70,7 +70,18 @@ class SlabBackward(AtOneVisit):
         return tensor_map("x", "tf32", *x), tensor_map(1, "tf32", *grad)
 
     def us_of(self, batch: int) -> float:
-        return _time(replace(self, batch=batch))
+        """Each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+        c, gpu = self.contraction, self.gpu
+        units = -(-batch // UNIT)
+        parts = min(-(-units // LEAST_UNITS), self.most)
+        products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / gpu.rates.cycles
+        read = 4 * self.slot_bytes + 512 * c.q  # written, and read as left operands; as right ones
+        moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
+        unit = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
+        busy = -(-parts * self.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
+        memory = 4 * batch * self.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+        summed = parts * self.weights * 4 / (gpu.l2_bytes * gpu.sms)
+        return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed
 
     title = "slab backward"
 
@@ -96,7 +107,7 @@ def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> SlabBackward | None:
         return None
     plan = SlabBackward(chain, gpu, batch)
     fits = plan.slots >= 4 and plan.tiles <= min(gpu.sms, MOST_BLOCKS)
-    return replace(plan, us=_time(plan)) if fits else None
+    return timed(plan, batch) if fits else None
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -110,18 +121,3 @@ def _takes(chain: Chain, dtype: str) -> bool:
         return c.inner == 1 or chain.slabs > 1
     _, rows, columns = chain.turn
     return chain.slabs == 1 and columns == c.inner and rows % 8 == 0 and c.p % rows == 0
-
-
-def _time(plan: SlabBackward) -> float:
-    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
-    c, gpu = plan.contraction, plan.gpu
-    units = -(-plan.batch // UNIT)
-    parts = min(-(-units // LEAST_UNITS), plan.most)
-    products = 1.15 * 2 * UNIT * COLUMNS * c.q / 1024 / gpu.rates.cycles
-    read = 4 * plan.slot_bytes + 512 * c.q  # written, and read as left operands; as right ones
-    moved = 256 * (c.q + COLUMNS) + 4 * UNIT * COLUMNS  # through L2
-    unit = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
-    busy = -(-parts * plan.tiles // gpu.sms) * (-(-units // parts) * unit + START_US)
-    memory = 4 * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
-    summed = parts * plan.weights * 4 / (gpu.l2_bytes * gpu.sms)
-    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed

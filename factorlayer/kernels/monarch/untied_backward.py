@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
@@ -137,7 +137,27 @@ class UntiedBackward(AtOneVisit):
         return tensor_map("x", self.dtype, *x), tensor_map("1*", self.dtype, *grad)
 
     def us_of(self, batch: int) -> float:
-        return _time(replace(self, batch=batch))
+        """Each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+        c, gpu = self.contraction, self.gpu
+        chunks, pair = -(-batch // ROWS), 1 + self.paired
+        parts = min(-(-chunks // (LEAST_CHUNKS * pair)), self.most)
+        steps = -(-c.q // 16)
+        shares, backs = self.consumers // self.together, self.bp // self.share  # warpgroups with sums, and with x's
+        products = 2.3 * self.together * (shares * 4 * self.height * self.n + steps * self.bp) / 4 / gpu.rates.cycles
+        read = 32 * self.together * (shares * 4 * self.height * (64 + self.n) + backs * steps * (64 + self.share))
+        read += self.slot_bytes
+        moved = self.slot_bytes + self.together * ROWS * self.bp * self.size  # through L2
+        chunk = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
+        sums = self.together * self.left * 64 * self.bp * SUM_BYTES[self.dtype] / pair
+        busy = -(-chunks // (parts * pair)) * chunk + self.weight_bytes / 60e3 + sums / 40e3 + 0.2 * self.paired
+        memory = self.size * batch * self.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
+        memory *= 1.7 if c.p > 2 * self.bp else 1  # rows in many parts
+        again = -(-c.p // self.bp) / (1 + self.shared_rows) - 1  # grad_y, from L2, which is hidden in part
+        memory += 0.75 * again * self.size * batch * self.groups * c.q / (gpu.l2_bytes * gpu.sms)
+        summed = parts * self.weights * SUM_BYTES[self.dtype] / (gpu.l2_bytes * gpu.sms)
+        # Half of what they push out of L2 goes to memory while others still multiply
+        summed += parts * self.weights * SUM_BYTES[self.dtype] / (2 * gpu.memory_bytes * gpu.sms)
+        return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed
 
     title = "untied backward"
 
@@ -170,7 +190,7 @@ class UntiedBackward(AtOneVisit):
 
 def tile(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> UntiedBackward | None:
     """The fastest tiling by prediction; None if this is nothing for it."""
-    return fastest((replace(plan, us=_time(plan)) for plan in tilings(chain, dtype, batch, gpu)), batch)
+    return fastest(tilings(chain, dtype, batch, gpu), batch)
 
 
 def _takes(chain: Chain, dtype: str) -> bool:
@@ -206,27 +226,3 @@ def tilings(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[UntiedBa
                     plan = UntiedBackward(chain, dtype, *tiling, gpu, batch, paired, in_turns, shared)
                     if plan.fits:
                         yield plan
-
-
-def _time(plan: UntiedBackward) -> float:
-    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
-    c, gpu = plan.contraction, plan.gpu
-    chunks, pair = -(-plan.batch // ROWS), 1 + plan.paired
-    parts = min(-(-chunks // (LEAST_CHUNKS * pair)), plan.most)
-    steps = -(-c.q // 16)
-    shares, backs = plan.consumers // plan.together, plan.bp // plan.share  # warpgroups with sums, and with x's
-    products = 2.3 * plan.together * (shares * 4 * plan.height * plan.n + steps * plan.bp) / 4 / gpu.rates.cycles
-    read = 32 * plan.together * (shares * 4 * plan.height * (64 + plan.n) + backs * steps * (64 + plan.share))
-    read += plan.slot_bytes
-    moved = plan.slot_bytes + plan.together * ROWS * plan.bp * plan.size  # through L2
-    chunk = max(products, 1.15 * read / 128 / gpu.rates.cycles, moved / gpu.l2_bytes) + 0.1
-    sums = plan.together * plan.left * 64 * plan.bp * SUM_BYTES[plan.dtype] / pair
-    busy = -(-chunks // (parts * pair)) * chunk + plan.weight_bytes / 60e3 + sums / 40e3 + 0.2 * plan.paired
-    memory = plan.size * plan.batch * plan.groups * (2 * c.p + c.q) / (gpu.memory_bytes * gpu.sms)
-    memory *= 1.7 if c.p > 2 * plan.bp else 1  # rows in many parts
-    again = -(-c.p // plan.bp) / (1 + plan.shared_rows) - 1  # grad_y, from L2, which is hidden in part
-    memory += 0.75 * again * plan.size * plan.batch * plan.groups * c.q / (gpu.l2_bytes * gpu.sms)
-    summed = parts * plan.weights * SUM_BYTES[plan.dtype] / (gpu.l2_bytes * gpu.sms)
-    # Half of what they push out of L2 goes to memory while others still multiply
-    summed += parts * plan.weights * SUM_BYTES[plan.dtype] / (2 * gpu.memory_bytes * gpu.sms)
-    return 3.2 + max(busy, memory) + 0.1 * min(busy, memory) + summed

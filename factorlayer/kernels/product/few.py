@@ -285,9 +285,7 @@ def tile(product: Product, batch: int, gpu: Gpu, first: bool = True, last: bool 
     if p.x_step > 1 or p.terms > 1 or p.reads_beside:
         return None
     samples = SAMPLES if batch > MOST_SAMPLES else SAMPLES[-1:]
-    tilings = _tilings(product, gpu, samples, first, last)
-    found = fastest(tilings, batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(_tilings(product, gpu, samples, first, last), batch)
 
 
 def _tilings(product: Product, gpu: Gpu, samples: tuple[int, ...], first: bool, last: bool) -> Iterator[Few]:

@@ -377,7 +377,7 @@ def all_gradients(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> tuple[FewPa
         plan = fastest(ways, batch)
         if not plan:
             return None
-        found.append(replace(plan, us=plan.us_of(batch)))
+        found.append(plan)
     return tuple(found)
 
 

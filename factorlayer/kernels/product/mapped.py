@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from factorlayer.activations.written import activation_type
@@ -192,7 +192,26 @@ class Mapped(ByMaps, ByWarpgroups):
         return tensor_map("x", p.dtype, *x), tensor_map(c.weight, p.dtype, *weights)
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Microseconds: multiprocessors take turns at tiles, and the next one's slabs come while one is stored."""
+        p, gpu, c = self.product, self.gpu, self.product.contraction
+        clusters = -(-batch * p.outer // (self.rows * self.down)) * self.tiles
+        each = -(-clusters // (gpu.sms // self.cluster))
+        # Of a slab: what is asked for and comes, and products, of which the last slab may have fewer
+        slabs = -(-c.p // self.slab)
+        asked = ASKED_NS[4 if self.held <= 4 else 8] * (self.rows / self.across + self.n / self.down)
+        asked *= WITHIN_SECTORS if c.p * p.size % SECTOR else 1
+        load = max(asked, GOT_NS * (self.rows + self.n), BOX_NS * self.n / (self.run * self.box)) / 1e3
+        products = self.rows * self.n / 32 / CYCLES[p.size] * c.p / (slabs * self.slab)
+        turns = self.held > 4 or p.slabs
+        stored = (
+            p.size * self.rows * self.n * self.held / (STORED_IN_TURNS if turns else STORED[2 * self.each * p.size])
+        )
+        ends = END_US + stored + (PART_US * self.rows if p.b * p.size % SECTOR and self.held == 1 else 0)
+        slabs *= self.held
+        busy = each * max(slabs * load, slabs * max(products, load) + ends) + (CLUSTER_US if self.cluster > 1 else 0)
+        moved = p.size * (batch * (p.x_features + p.y_features) + p.weights)
+        memory = 1.1 * moved / (gpu.memory_bytes * gpu.sms)
+        return gpu.rates.behind_us + START_US + max(busy, memory) + BESIDE * min(busy, memory)
 
     @property
     def details(self) -> str:
@@ -223,8 +242,7 @@ class Mapped(ByMaps, ByWarpgroups):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Mapped | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    found = fastest(tilings(product, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(tilings(product, batch, gpu), batch)
 
 
 def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Mapped]:
@@ -254,24 +272,3 @@ def _holdings(product: Product) -> tuple[int, ...]:
         return ()
     # Eight of 48 were slower than wide, of 16 and of 64 faster
     return tuple(held for held in (2, 4, 8) if fast == held or (held == 8 and fast in (16, 32, 64)))
-
-
-def time(plan: Mapped, batch: int) -> float:
-    """Microseconds: multiprocessors take turns at tiles, and the next one's slabs come while one is stored."""
-    p, gpu, c = plan.product, plan.gpu, plan.product.contraction
-    clusters = -(-batch * p.outer // (plan.rows * plan.down)) * plan.tiles
-    each = -(-clusters // (gpu.sms // plan.cluster))
-    # Of a slab: what is asked for and comes, and products, of which the last slab may have fewer
-    slabs = -(-c.p // plan.slab)
-    asked = ASKED_NS[4 if plan.held <= 4 else 8] * (plan.rows / plan.across + plan.n / plan.down)
-    asked *= WITHIN_SECTORS if c.p * p.size % SECTOR else 1
-    load = max(asked, GOT_NS * (plan.rows + plan.n), BOX_NS * plan.n / (plan.run * plan.box)) / 1e3
-    products = plan.rows * plan.n / 32 / CYCLES[p.size] * c.p / (slabs * plan.slab)
-    turns = plan.held > 4 or p.slabs
-    stored = p.size * plan.rows * plan.n * plan.held / (STORED_IN_TURNS if turns else STORED[2 * plan.each * p.size])
-    ends = END_US + stored + (PART_US * plan.rows if p.b * p.size % SECTOR and plan.held == 1 else 0)
-    slabs *= plan.held
-    busy = each * max(slabs * load, slabs * max(products, load) + ends) + (CLUSTER_US if plan.cluster > 1 else 0)
-    moved = p.size * (batch * (p.x_features + p.y_features) + p.weights)
-    memory = 1.1 * moved / (gpu.memory_bytes * gpu.sms)
-    return gpu.rates.behind_us + START_US + max(busy, memory) + BESIDE * min(busy, memory)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import Gpu
@@ -175,7 +175,25 @@ class MappedColumns(ByMaps, OfStates):
         )
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Multiprocessors take tiles, whose next ones come while one is multiplied and others are stored."""
+        work, gpu, (p, q) = self.work, self.gpu, self.mode_sizes
+        within = work.inner * self.size % SECTOR > 0
+        tiles = -(-batch * self.units_per_sample // max(1, gpu.sms // self.split))  # of a multiprocessor
+        asked = ROW_NS * round_up(p, 16) * -(-work.inner // 64) / self.chunks * (WITHIN_SECTORS if within else 1)
+        products = self.terms * self.rows * self.n * round_up(p, 16) / PRODUCT / CYCLES[self.size]
+        states = self.terms if work.terms > 1 else 1
+        stored = states * min(self.rows, q) * self.n * self.size / STORED_WITHIN if within else 0
+        busy = tiles * max(self.slots_of_tile * asked / 1e3, products, (products + stored) / self.groups)
+        read = batch * work.outer * work.inner * p * self.size * (self.all_terms if work.apart else 1)
+        made = batch * self.output_bytes
+        memory = (ALONE_WITHIN if within else ALONE) * (read + made) / (gpu.memory_bytes * gpu.sms)
+        begin = (
+            START_US
+            + WEIGHT * self.weight_bytes / gpu.l2_bytes
+            + AGAIN * (self.split - 1) * read / (gpu.l2_bytes * gpu.sms)
+        )
+        begin += MADE_US * self.terms * min(self.rows, q) * p / self.threads if self.is_made else 0
+        return gpu.rates.behind_us + begin + max(busy, memory) + BESIDE * min(busy, memory)
 
     @property
     def details(self) -> str:
@@ -207,8 +225,7 @@ class MappedColumns(ByMaps, OfStates):
 
 def tile(work: Work, batch: int, gpu: Gpu) -> MappedColumns | None:
     """The fastest tiling by prediction; None if this is no work for it."""
-    found = fastest(tilings(work, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(tilings(work, gpu), batch)
 
 
 def tilings(work: Work, gpu: Gpu) -> Iterator[MappedColumns]:
@@ -229,25 +246,3 @@ def tilings(work: Work, gpu: Gpu) -> Iterator[MappedColumns]:
         plan = MappedColumns(work, gpu, n, groups, down, parts, each)
         if plan.sums <= MOST_SUMS[plan.consumers] and plan.slots >= LEAST_SLOTS and plan.split <= MOST_BLOCKS:
             yield plan
-
-
-def _time(plan: MappedColumns, batch: int) -> float:
-    """Microseconds: multiprocessors take tiles, whose next ones come while one is multiplied and others are stored."""
-    work, gpu, (p, q) = plan.work, plan.gpu, plan.mode_sizes
-    within = work.inner * plan.size % SECTOR > 0
-    tiles = -(-batch * plan.units_per_sample // max(1, gpu.sms // plan.split))  # of a multiprocessor
-    asked = ROW_NS * round_up(p, 16) * -(-work.inner // 64) / plan.chunks * (WITHIN_SECTORS if within else 1)
-    products = plan.terms * plan.rows * plan.n * round_up(p, 16) / PRODUCT / CYCLES[plan.size]
-    states = plan.terms if work.terms > 1 else 1
-    stored = states * min(plan.rows, q) * plan.n * plan.size / STORED_WITHIN if within else 0
-    busy = tiles * max(plan.slots_of_tile * asked / 1e3, products, (products + stored) / plan.groups)
-    read = batch * work.outer * work.inner * p * plan.size * (plan.all_terms if work.apart else 1)
-    made = batch * plan.output_bytes
-    memory = (ALONE_WITHIN if within else ALONE) * (read + made) / (gpu.memory_bytes * gpu.sms)
-    begin = (
-        START_US
-        + WEIGHT * plan.weight_bytes / gpu.l2_bytes
-        + AGAIN * (plan.split - 1) * read / (gpu.l2_bytes * gpu.sms)
-    )
-    begin += MADE_US * plan.terms * min(plan.rows, q) * p / plan.threads if plan.is_made else 0
-    return gpu.rates.behind_us + begin + max(busy, memory) + BESIDE * min(busy, memory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -52,8 +52,6 @@ class MappedGradient(ByMaps, TileSums):
     grad: int = 0  # the parameter that grad_y is
     stays: bool = False
     states: States = NO_SUM
-
-    blocks = 1  # at once on a multiprocessor
 
     @property
     def is_turned(self) -> bool:
@@ -136,7 +134,22 @@ class MappedGradient(ByMaps, TileSums):
         return tensor_map(of, self.dtype, sizes, (inner, *[row] * 3), (self.slab, columns, 1, 1, 1))
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Microseconds: each block is bound by what it asks for or what it multiplies, and memory by all of them."""
+        c, gpu, size = self.contraction, self.gpu, self.size
+        rows = batch * self.rows_per_sample
+        chunks = -(-rows // 64) if self.is_turned else rows * self.slabs
+        parts = min(-(-chunks // self.least), self.most)
+        run = (min(c.p, c.q) if self.is_turned else c.inner) * size
+        asked = ROW_NS * self.brought * (WITHIN_SECTORS if run % SECTOR else 1)
+        asked *= SHORT if run < 128 and not self.is_turned else 1
+        steps = 4 if self.is_turned else -(-c.inner * size // 32) / self.slabs
+        chunk = max(asked / 1e3, self.rows * self.n / 32 / CYCLES[size] * steps / 4)
+        stored = self.rows * self.n * SUM_BYTES[self.dtype] / STORE_RATE * (2 if c.p % 4 else 1)
+        busy = -(-parts * self.tiles // gpu.sms) * (-(-chunks // parts) * chunk + stored + TILE_US)
+        memory = size * rows * (c.p + c.q) * c.inner * self.groups * self.states.terms / (gpu.memory_bytes * gpu.sms)
+        sums = 0 if self.is_whole else parts * self.weights * SUM_BYTES[self.dtype]
+        summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
+        return gpu.rates.behind_us + max(busy + BESIDE * memory, ALONE * memory) + summed
 
     @property
     def details(self) -> str:
@@ -162,8 +175,7 @@ class MappedGradient(ByMaps, TileSums):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> MappedGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
-    found = fastest(tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(tilings(contraction, dtype, batch, gpu, states), batch, reduction_us)
 
 
 def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = NO_SUM) -> Iterator[MappedGradient]:
@@ -184,22 +196,3 @@ def tilings(c: Contraction, dtype: str, batch: int, gpu: Gpu, states: States = N
         plan = MappedGradient(c, dtype, consumers, parts, n, least, gpu, batch, states=states)
         if plan.fits:
             yield plan
-
-
-def _time(plan: MappedGradient, batch: int) -> float:
-    """Microseconds: each block is bound by what it asks for or what it multiplies, and memory by all of them."""
-    c, gpu, size = plan.contraction, plan.gpu, plan.size
-    rows = batch * plan.rows_per_sample
-    chunks = -(-rows // 64) if plan.is_turned else rows * plan.slabs
-    parts = min(-(-chunks // plan.least), plan.most)
-    run = (min(c.p, c.q) if plan.is_turned else c.inner) * size
-    asked = ROW_NS * plan.brought * (WITHIN_SECTORS if run % SECTOR else 1)
-    asked *= SHORT if run < 128 and not plan.is_turned else 1
-    steps = 4 if plan.is_turned else -(-c.inner * size // 32) / plan.slabs
-    chunk = max(asked / 1e3, plan.rows * plan.n / 32 / CYCLES[size] * steps / 4)
-    stored = plan.rows * plan.n * SUM_BYTES[plan.dtype] / STORE_RATE * (2 if c.p % 4 else 1)
-    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + stored + TILE_US)
-    memory = size * rows * (c.p + c.q) * c.inner * plan.groups * plan.states.terms / (gpu.memory_bytes * gpu.sms)
-    sums = 0 if plan.is_whole else parts * plan.weights * SUM_BYTES[plan.dtype]
-    summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
-    return gpu.rates.behind_us + max(busy + BESIDE * memory, ALONE * memory) + summed

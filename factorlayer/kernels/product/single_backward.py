@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
@@ -122,7 +122,7 @@ class SingleBackward(OfOneFactor, Grouped):
 
 def tile(contraction: Contraction, dtype: str, batch: int, gpu: Gpu) -> SingleBackward | None:
     """The fastest tiling by prediction; None where this family has no kernel."""
-    return fastest((replace(plan, us=plan.us_of(batch)) for plan in _tilings(contraction, dtype, gpu)), batch)
+    return fastest(_tilings(contraction, dtype, gpu), batch)
 
 
 def _tilings(c: Contraction, dtype: str, gpu: Gpu) -> Iterator[SingleBackward]:

@@ -344,9 +344,7 @@ class Streamed(Pass):
     @kept
     def blocks(self) -> int:
         """Blocks that a multiprocessor has at once."""
-        return max(
-            1, min(65536 // (self.threads * self.registers), (self.gpu.shared + 1024) // (self.shared + 1024), 8)
-        )
+        return self.gpu.blocks_at_once(self.shared, self.threads * self.registers, 8)
 
     @kept
     def tiles(self) -> int:
@@ -483,7 +481,7 @@ def _tile(product: Product, batch: int, gpu: Gpu) -> Streamed:
     least, *_, most = samples_of_class(batch)
     plan = fastest(_tilings(product, (least, most), gpu), batch)
     assert plan  # any product has one
-    return replace(plan, us=plan.us_of(batch))
+    return plan
 
 
 def _tilings(product: Product, batches: tuple[int, ...], gpu: Gpu) -> Iterator[Streamed]:

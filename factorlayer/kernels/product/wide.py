@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import activation_type, gradient, gradient_by_result
 from factorlayer.device.code import ELEMENT, Told, constants, wgmma
@@ -317,7 +317,29 @@ class Wide(ByWarpgroups):
         return not self.splits and (self.shifted or self.copy < 16 or self.is_staged)
 
     def us_of(self, batch: int) -> float:
-        return time(self, batch)
+        """Multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
+        product, gpu, size = self.product, self.gpu, self.product.size
+        tiles = -(-batch * product.outer // (self.rows * self.every)) * self.tiles
+        each = -(-tiles // (gpu.sms // self.cluster))
+        # Of a slab: loads, and what is made of them
+        if self.splits:
+            load, made, drain, start = 0.0, _split_us(self), 0.0, SPLIT_START_US
+        else:
+            (load, made), drain, start = _slab_us(self), 0.1, 0.0  # drain: of a group
+        slabs = self.groups * self.slabs
+        ends = (
+            self.runs.us(self.consumers, gpu.rates.cycles) if self.runs else self.held * drain + _store_us(self) + 0.5
+        )
+        taken = slabs * max(load, made) + ends
+        if size == 2 and not self.runs:  # the next tile's loads go on while a tile is stored
+            taken = max(slabs * load, slabs * made + ends)
+        busy = start + each * taken
+        moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
+        moved += batch * product.y_features if product.reads_beside else 0
+        moved += product.terms * product.weights
+        memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
+        prepared = prepared_us(self) if self.reads_prepared else 0.0  # its weight, by another pass
+        return 2.2 + prepared + max(busy, memory) + 0.1 * min(busy, memory)
 
     @property
     def details(self) -> str:
@@ -373,8 +395,7 @@ class Wide(ByWarpgroups):
 
 def tile(product: Product, batch: int, gpu: Gpu) -> Wide | None:
     """The fastest tiling by prediction; None if this is no product for it."""
-    found = fastest(tilings(product, batch, gpu), batch)
-    return replace(found, us=found.us_of(batch)) if found else None
+    return fastest(tilings(product, batch, gpu), batch)
 
 
 def tilings(product: Product, batch: int, gpu: Gpu) -> Iterator[Wide]:
@@ -446,30 +467,6 @@ def _holdings(product: Product) -> Iterator[tuple[int, int, int]]:
             yield held, run, 1
             if held * b == row and fast % (2 * held) == 0 and not product.reads_beside:
                 yield held, run, 2
-
-
-def time(plan: Wide, batch: int) -> float:
-    """Microseconds: multiprocessors take turns at tiles, each bound by its slowest unit. Numbers fitted to an H200."""
-    product, gpu, size = plan.product, plan.gpu, plan.product.size
-    tiles = -(-batch * product.outer // (plan.rows * plan.every)) * plan.tiles
-    each = -(-tiles // (gpu.sms // plan.cluster))
-    # Of a slab: loads, and what is made of them
-    if plan.splits:
-        load, made, drain, start = 0.0, _split_us(plan), 0.0, SPLIT_START_US
-    else:
-        (load, made), drain, start = _slab_us(plan), 0.1, 0.0  # drain: of a group
-    slabs = plan.groups * plan.slabs
-    ends = plan.runs.us(plan.consumers, gpu.rates.cycles) if plan.runs else plan.held * drain + _store_us(plan) + 0.5
-    taken = slabs * max(load, made) + ends
-    if size == 2 and not plan.runs:  # the next tile's loads go on while a tile is stored
-        taken = max(slabs * load, slabs * made + ends)
-    busy = start + each * taken
-    moved = batch * (product.terms_in * product.x_features + product.terms_out * product.y_features)
-    moved += batch * product.y_features if product.reads_beside else 0
-    moved += product.terms * product.weights
-    memory = 1.2 * moved * size / (gpu.memory_bytes * gpu.sms)
-    prepared = prepared_us(plan) if plan.reads_prepared else 0.0  # its weight, by another pass
-    return 2.2 + prepared + max(busy, memory) + 0.1 * min(busy, memory)
 
 
 def _store_us(plan: Wide) -> float:

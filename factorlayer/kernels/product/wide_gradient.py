@@ -64,8 +64,6 @@ class WideGradient(TileSums):
     stays: bool = False
     states: States = NO_SUM
 
-    blocks = 1  # at once on a multiprocessor
-
     @property
     def chunk(self) -> int:
         """Rows of a chunk."""
@@ -200,7 +198,33 @@ class WideGradient(TileSums):
         return self.least * self.chunk * self.every
 
     def us_of(self, batch: int) -> float:
-        return _time(self, batch)
+        """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
+        c, gpu = self.contraction, self.gpu
+        rows = batch * self.units_per_sample
+        chunks = -(-rows // (self.chunk * self.every))
+        parts = min(-(-chunks // self.least), self.most)
+        misplaced = MISPLACED if self.is_shifted else 1.0
+        load = misplaced * self.slot_bytes / LOAD_RATE
+        products = 2.3 * self.consumers * self.height * (self.n + 32 * self.has_ones) / gpu.rates.cycles
+        read = self.slot_bytes + 128 * self.consumers * self.height * (64 + self.n)
+        if self.loads_left:
+            right = -(-self.bn // 64)
+            turned = misplaced * (TURNED_US + TURNED_SLAB_US * right)
+            load = max(load, turned, gpu.rates.wait_us / -(-chunks // parts))
+            read += SLAB_BYTES * right
+        elif self.size == 4:  # through registers, with one chunk on its way
+            load = max(misplaced * self.slot_bytes / LOAD_RATE / (1 + self.is_split), gpu.rates.wait_us)
+            read += SLAB_BYTES * self.slabs
+        if self.is_split:
+            products = 3 * products + (2 * self.height * self.n + 200) / self.consumers / gpu.rates.cycles
+            read += 256 * self.consumers * self.height * (64 + self.n)
+        chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
+        store = self.bm * self.bn * SUM_BYTES[self.dtype] / STORE_RATE + self.is_shifted * self.height * STAGED_US
+        busy = -(-parts * self.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + TILE_US)
+        memory = self.size * rows * (c.p + c.q) * self.weighted / (gpu.memory_bytes * gpu.sms)
+        sums = 0 if self.is_whole else parts * self.every * self.weights * SUM_BYTES[self.dtype]
+        summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
+        return START_US + max(busy, memory) + 0.1 * min(busy, memory) + summed
 
     @property
     def details(self) -> str:
@@ -238,7 +262,7 @@ def tile(
 ) -> WideGradient | None:
     """The fastest tiling by prediction; None if this is no contraction for it."""
     found = fastest(tilings(contraction, dtype, batch, gpu, bias, states), batch, reduction_us)
-    return replace(found, us=found.us_of(batch), mixed=mixed) if found else None
+    return replace(found, mixed=mixed) if found else None
 
 
 def tilings(
@@ -259,33 +283,3 @@ def tilings(
             plan = WideGradient(c, dtype, wm, wn, height, n, least, gpu, batch, bias, states=states)
             if plan.fits:
                 yield plan
-
-
-def _time(plan: WideGradient, batch: int) -> float:
-    """Microseconds: each block is bound by its slowest unit, all of them by memory. Rates as for wide.py."""
-    c, gpu = plan.contraction, plan.gpu
-    rows = batch * plan.units_per_sample
-    chunks = -(-rows // (plan.chunk * plan.every))
-    parts = min(-(-chunks // plan.least), plan.most)
-    misplaced = MISPLACED if plan.is_shifted else 1.0
-    load = misplaced * plan.slot_bytes / LOAD_RATE
-    products = 2.3 * plan.consumers * plan.height * (plan.n + 32 * plan.has_ones) / gpu.rates.cycles
-    read = plan.slot_bytes + 128 * plan.consumers * plan.height * (64 + plan.n)
-    if plan.loads_left:
-        right = -(-plan.bn // 64)
-        turned = misplaced * (TURNED_US + TURNED_SLAB_US * right)
-        load = max(load, turned, gpu.rates.wait_us / -(-chunks // parts))
-        read += SLAB_BYTES * right
-    elif plan.size == 4:  # through registers, with one chunk on its way
-        load = max(misplaced * plan.slot_bytes / LOAD_RATE / (1 + plan.is_split), gpu.rates.wait_us)
-        read += SLAB_BYTES * plan.slabs
-    if plan.is_split:
-        products = 3 * products + (2 * plan.height * plan.n + 200) / plan.consumers / gpu.rates.cycles
-        read += 256 * plan.consumers * plan.height * (64 + plan.n)
-    chunk = max(load, products, 1.15 * read / 128 / gpu.rates.cycles)
-    store = plan.bm * plan.bn * SUM_BYTES[plan.dtype] / STORE_RATE + plan.is_shifted * plan.height * STAGED_US
-    busy = -(-parts * plan.tiles // gpu.sms) * (-(-chunks // parts) * chunk + store + TILE_US)
-    memory = plan.size * rows * (c.p + c.q) * plan.weighted / (gpu.memory_bytes * gpu.sms)
-    sums = 0 if plan.is_whole else parts * plan.every * plan.weights * SUM_BYTES[plan.dtype]
-    summed = 2 * sums / (gpu.l2_bytes * gpu.sms)  # written, and read again
-    return START_US + max(busy, memory) + 0.1 * min(busy, memory) + summed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -44,6 +44,9 @@ OF_TWO, OF_TWO_BACK, OF_TWO_SUMS, OF_TILE = 32, 43, 4, 30
 OF_INSTRUCTION, OF_PRODUCT, OF_STEP = 3.7, 52, 290
 INPUTS = 3  # tensors that a step reads forward, beside them the initial state
 STREAMS = 6  # and back: the gradient of its output, slopes of three gates, reset, and what update leaves
+# What chain.cuh asks for and no kernel of these needs
+OF_CHAIN: Told = {"GROUPS": 1, "UNITS_PER_SAMPLE": 1, "RANK": 1, "STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1}
+OF_CHAIN |= {"BIAS": False, "AlsoRaw": "void", "Activation": "identity"}
 APART = "// Blocks have multiprocessors of their own, where there are as many.\n"  # as csrc/runtime/plan.cpp has it
 
 
@@ -78,6 +81,12 @@ class AllSteps(Pass):
     @property
     def goes_down(self) -> bool:
         return self.back != self.recurrence.reverse
+
+    @property
+    def of_steps(self) -> Told:
+        """What kernels are told of steps: how these are walked, and the places of tensors."""
+        told: Told = {"HAS_BIAS": self.recurrence.chain.bias, "DOWN": self.goes_down, "kInputs": self.first_tensor}
+        return told | {"kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
 
     @property
     def functions(self) -> list[str]:
@@ -230,16 +239,12 @@ class Recurrent(AllSteps):
 
     @property
     def told(self) -> list[str]:
-        told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
-        told |= {"HAS_BIAS": self.recurrence.chain.bias}
-        told |= {"RESET_BEFORE": self.before}
+        told = OF_CHAIN | self.of_steps | {"WARPS": self.warps, "UNITS": self.units, "RESET_BEFORE": self.before}
         told |= {"HIDDEN": self.hidden, "PARTS": self.split, "PAIRED": self.paired, "SLOTS": self.slots}
         told |= {"STREAMS": self.streams, "EVEN": self.is_even}
         told |= {"RESULT": str(self.last.result_layout), "kStreamBytes": self.last.result_bytes, "STATES": self.states}
-        told |= {"DOWN": self.goes_down}
-        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kBarrierBytes": self.rows_bytes, "kRowsAt": 0}
-        told |= {"kWeightBytes": self.weight_bytes, "kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at}
+        told |= {"kBarrierBytes": self.rows_bytes, "kRowsAt": 0, "kWeightBytes": self.weight_bytes}
+        told |= {"kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at}
         told |= {"kSlotBytes": self.slot_bytes, "kStateBytes": self.stages[0].state_bytes}
         weight_at = 0
         for i, stage in enumerate(self.stages):
@@ -249,7 +254,7 @@ class Recurrent(AllSteps):
                 evenly = str(stage.lies_evenly(following)).lower()
                 told[f"S{i}"] = f"Untied<{told[f'S{i}']}, {stage.outer}, {stage.share}, {evenly}>"
             weight_at += GATES * stage.weight_bytes
-        told |= {"FirstStage": "void", "AlsoRaw": "void", "Activation": "identity", "Last": f"S{len(self.stages) - 1}"}
+        told |= {"FirstStage": "void", "Last": f"S{len(self.stages) - 1}"}
         told |= {"LAYOUT": str(self.stages[0].layout), "Output": f"Region<1, {self.hidden}, 1, {self.hidden}, 0, 1>"}
         return [*kinds(self.dtype), *constants(told), *self.functions, *self.before_last, *self.loading]
 
@@ -301,10 +306,6 @@ class RecurrentBackward(Recurrent):
 
     def _gates_us(self) -> float:
         return issued_us(self.pairs * OF_TWO_BACK, self.warps, self.gpu)
-
-    @property
-    def functions(self) -> list[str]:
-        return [f"static constexpr int kOutputs = {self.walk_at + 9};"]
 
 
 def functions_of(chain: Chain, dtype: str) -> list[str]:
@@ -367,12 +368,8 @@ def stage_us(stage: Stage, gates: int, warps: int, gpu: Gpu, last: bool = False)
     return max(multiply, read, waits, issued_us(rounds * each, warps, gpu))
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> Recurrent | None:
-    return fastest(tilings(Recurrent, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentBackward | None:
-    return fastest(tilings(RecurrentBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> Recurrent | None:
+    return fastest(tilings(RecurrentBackward if back else Recurrent, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=Recurrent)
@@ -392,7 +389,7 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
         for slots in SLOTS:
             plan = family(recurrence, dtype, stages, units, warps, slots, gpu)
             if plan.shared <= gpu.shared and _has_registers(plan):
-                yield replace(plan, us=plan.us_of(batch))
+                yield plan
                 break
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from factorlayer.kernels.passes import fastest
 from factorlayer.kernels.recurrent.recurrent import (
     FUNCTIONS,
     NUMBER_BYTES,
+    OF_CHAIN,
     OF_INSTRUCTION,
     OF_PRODUCT,
     OF_STEP,
@@ -231,17 +232,12 @@ class RecurrentCluster(AllSteps):
 
     @property
     def told(self) -> list[str]:
-        told: Told = {"WARPS": self.warps, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
-        told |= {"HAS_BIAS": self.recurrence.chain.bias}
-        told |= {"HIDDEN": self.recurrence.hidden, "SLOTS": self.slots}
-        told |= {"STREAMS": self.streams, "OUTPUTS": self.written_each_step}
-        told |= {"DOWN": self.goes_down}
-        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
+        told = OF_CHAIN | self.of_steps | {"WARPS": self.warps, "UNITS": self.units, "SLOTS": self.slots}
+        told |= {"HIDDEN": self.recurrence.hidden, "STREAMS": self.streams, "OUTPUTS": self.written_each_step}
         told |= {"kBarrierBytes": self.rows_bytes, "kRowsAt": 0, "kWeightBytes": self.weight_bytes}
         told |= {"kGroupBytes": self.places[-1], "kStreamsAt": self.streams_at, "kStreamBytes": self.stream_bytes}
-        told |= {"kSlotBytes": self.streams * self.stream_bytes, "FirstStage": "void", "AlsoRaw": "void"}
-        told |= {"Activation": "identity", "Output": f"Region<1, {self.recurrence.hidden}, 1, 1, 0, 1>"}
+        told |= {"kSlotBytes": self.streams * self.stream_bytes, "FirstStage": "void"}
+        told |= {"Output": f"Region<1, {self.recurrence.hidden}, 1, 1, 0, 1>"}
         sides = [self._side(name, i) for i, name in enumerate(SIDES)]
         return [*kinds(self.dtype), *constants(told), *sides, *self.functions, *self.loading]
 
@@ -270,12 +266,9 @@ class RecurrentClusterBackward(RecurrentCluster):
     of_two, functions_of_feature = OF_TWO_BACK, 0
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentCluster | None:
-    return fastest(tilings(RecurrentCluster, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentClusterBackward | None:
-    return fastest(tilings(RecurrentClusterBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> RecurrentCluster | None:
+    family = RecurrentClusterBackward if back else RecurrentCluster
+    return fastest(tilings(family, recurrence, dtype, batch, gpu), batch)
 
 
 Tiled = TypeVar("Tiled", bound=RecurrentCluster)
@@ -309,5 +302,5 @@ def _tilings_of(
             if any((cluster - 1) * side.own >= side.other for side in plan.sides) or plan.warps > MOST_WARPS:
                 break  # nor any other way to hold weights
             if plan.shared <= gpu.shared and plan.registers <= plan.most_registers:
-                yield replace(plan, us=plan.us_of(batch))
+                yield plan
                 break

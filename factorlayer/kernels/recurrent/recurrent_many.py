@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
-from factorlayer.device.code import Told, constants, kinds, wgmma
+from factorlayer.device.code import constants, kinds, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import FEW, sequences_of_class
-from factorlayer.kernels.passes import OneSpread, Pass
+from factorlayer.kernels.passes import OneSpread, Pass, timed
 from factorlayer.kernels.recurrent import recurrent_spread
 from factorlayer.kernels.recurrent.recurrent import NUMBER_BYTES, STEPS, STREAMS
 from factorlayer.kernels.recurrent.recurrent_spread import (
     STEPS_HELD,
-    RecurrentSpread,
     SharedOut,
     fastest_shared,
 )
@@ -153,11 +152,9 @@ class RecurrentMany(SharedOut):
     @property
     def told(self) -> list[str]:
         more, fewer = REGISTERS[self.warpgroups]
-        told: Told = {"HIDDEN": self.hidden, "OWN": self.own, "PARTS": self.split}
-        told |= {"HANDED": self.handed, "SUMMED": self.summed, "TURNED": self.back, "DOWN": self.goes_down}
+        told = self.of_steps | {"HIDDEN": self.hidden, "OWN": self.own, "PARTS": self.split}
+        told |= {"HANDED": self.handed, "SUMMED": self.summed, "TURNED": self.back}
         told |= {"WARPGROUPS": self.warpgroups, "SLOTS": self.slots, "MORE": more, "FEWER": fewer}
-        told |= {"HAS_BIAS": self.recurrence.chain.bias}
-        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9}
         told |= {"kSlotsAt": self.weight_bytes, "kRowsAt": self.rows_at, "kBarriersAt": self.barriers_at}
         told |= {"kStatesAt": self.counters_bytes}
         return [*kinds(self.dtype), *constants(told), *self.functions]
@@ -207,22 +204,14 @@ class RecurrentCounters(OneSpread):
 Many = TypeVar("Many", bound=RecurrentMany)
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentMany | None:
-    found = fastest_shared(tilings(RecurrentMany, recurrence, dtype, batch, gpu), batch)
-    return _unless_faster(recurrent_spread.tile, found, batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentManyBackward | None:
-    found = fastest_shared(tilings(RecurrentManyBackward, recurrence, dtype, batch, gpu), batch)
-    return _unless_faster(recurrent_spread.tile_backward, found, batch)
-
-
-def _unless_faster(other: Callable[..., RecurrentSpread | None], found: Many | None, batch: int) -> Many | None:
-    """What is found, unless the `other` family is faster with 8, 16, 32 and 64 sequences together, which have one plan.
-    (The registry compares families by 12 to 48, as layers; groups take a turn more with these than with 8 to 32.)"""
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> RecurrentMany | None:
+    """None also where recurrent_spread.py is faster with 8, 16, 32 and 64 sequences together, which have one plan. (The
+    registry compares families by 12 to 48, as layers; groups take a turn more with these than with 8 to 32.)"""
+    family = RecurrentManyBackward if back else RecurrentMany
+    found = fastest_shared(tilings(family, recurrence, dtype, batch, gpu), batch)
     if found is None or batch > FEW:
         return found
-    spread = other(found.recurrence, found.dtype, batch, found.gpu)
+    spread = recurrent_spread.tile(recurrence, dtype, batch, gpu, back)
 
     def together(plan: SharedOut) -> float:
         return math.prod(map(plan.us_of, sequences_of_class(batch)))
@@ -240,4 +229,4 @@ def tilings(family: type[Many], recurrence: Recurrence, dtype: str, batch: int, 
         size = plan.size + (plan.size == 2 and plan.hidden % 2)
         fits = own * size <= plan.most_own[warpgroups] and plan.split <= gpu.sms and plan.slots >= LEAST_SLOTS
         if fits and (warpgroups == 1 or batch > ROWS):
-            yield replace(plan, us=plan.us_of(batch))
+            yield timed(plan, batch)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import ELEMENT, Told, constants
 from factorlayer.device.gpu import Gpu
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, timed
 from factorlayer.kernels.recurrent.recurrent import functions_of
 from factorlayer.maths.recurrence import Recurrence
 
@@ -47,4 +47,4 @@ class RecurrentSlopes(Pass):
 
 def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSlopes:
     plan = RecurrentSlopes(recurrence, dtype, gpu)
-    return replace(plan, us=plan.us_of(batch))
+    return timed(plan, batch)

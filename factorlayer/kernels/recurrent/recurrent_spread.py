@@ -6,15 +6,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from factorlayer.device.code import ELEMENT, Told, constants, function, kinds
 from factorlayer.device.gpu import Gpu
 from factorlayer.kernels.batches import sequences_of_class
-from factorlayer.kernels.passes import Pass
+from factorlayer.kernels.passes import Pass, timed
 from factorlayer.kernels.recurrent.recurrent import (
     NUMBER_BYTES,
+    OF_CHAIN,
     OF_INSTRUCTION,
     OF_PRODUCT,
     STEPS,
@@ -155,17 +156,14 @@ class RecurrentSpread(SharedOut):
     @property
     def told(self) -> list[str]:
         stage, even = self.slice, self.hidden % 2 == 0
-        told: Told = {"WARPS": WARPS, "GROUPS": 1, "UNITS": self.units, "UNITS_PER_SAMPLE": 1, "RANK": 1}
-        told |= {"STRAIGHT": False, "AS_MEMORY": False, "BESIDE": -1, "BIAS": False}
-        told |= {"HAS_BIAS": self.recurrence.chain.bias}
+        told = OF_CHAIN | self.of_steps | {"WARPS": WARPS, "UNITS": self.units}
         told |= {"HIDDEN": self.hidden, "RESET_BEFORE": self.before}
         told |= {"OWN": self.own, "PARTS": self.split, "HANDED": self.handed, "SUMMED": self.summed, "PAIRED": even}
-        told |= {"ROW": self.row, "DOWN": self.goes_down, "TURNED": self.back}
-        told |= {"kInputs": self.first_tensor, "kWalk": self.walk_at, "kOutputs": self.walk_at + 9, "kRowsAt": 0}
-        told |= {"kBarrierBytes": self.rows_bytes, "kWeightBytes": self.weight_bytes, "kGroupBytes": 0}
-        told |= {"kStatesAt": self.states_at, "kSumsAt": self.sums_at, "Activation": "identity"}
+        told |= {"ROW": self.row, "TURNED": self.back, "kRowsAt": 0, "kGroupBytes": 0}
+        told |= {"kBarrierBytes": self.rows_bytes, "kWeightBytes": self.weight_bytes}
+        told |= {"kStatesAt": self.states_at, "kSumsAt": self.sums_at}
         layouts = Layout(stage.p, 1, self.row, 1), Layout(self.own, 1, self.own, 1)
-        told |= {"Slice": stage_type(stage, *layouts, 0, -1, stride=self.row), "FirstStage": "Slice", "AlsoRaw": "void"}
+        told |= {"Slice": stage_type(stage, *layouts, 0, -1, stride=self.row), "FirstStage": "Slice"}
         told |= {"Output": f"Region<1, {self.own}, 1, {self.own}, 0, 1>"}
         loading = function("load_weights(const C& c)", ["c.load_own();"])
         return [*kinds(self.dtype), *constants(told), *self.functions, *loading]
@@ -221,12 +219,9 @@ class RecurrentFill(Pass):
     header = "recurrent_fill"
 
 
-def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpread | None:
-    return fastest_shared(tilings(RecurrentSpread, recurrence, dtype, batch, gpu), batch)
-
-
-def tile_backward(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu) -> RecurrentSpreadBackward | None:
-    return fastest_shared(tilings(RecurrentSpreadBackward, recurrence, dtype, batch, gpu), batch)
+def tile(recurrence: Recurrence, dtype: str, batch: int, gpu: Gpu, back: bool = False) -> RecurrentSpread | None:
+    family = RecurrentSpreadBackward if back else RecurrentSpread
+    return fastest_shared(tilings(family, recurrence, dtype, batch, gpu), batch)
 
 
 Shared = TypeVar("Shared", bound=SharedOut)
@@ -249,4 +244,4 @@ def tilings(family: type[Tiled], recurrence: Recurrence, dtype: str, batch: int,
             continue
         plan = family(recurrence, dtype, own, units, gpu)
         if plan.split <= gpu.sms and plan.shared <= gpu.shared:
-            yield replace(plan, us=plan.us_of(batch))
+            yield timed(plan, batch)

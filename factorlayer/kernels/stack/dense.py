@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from factorlayer.activations.functions import of_value
@@ -13,7 +13,7 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import constants, function, kinds, wgmma
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS, Pass
+from factorlayer.kernels.passes import MOST_TENSORS, Pass, timed
 from factorlayer.kernels.work import round_up
 from factorlayer.maths.chain import Chain
 
@@ -310,4 +310,4 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = Dense(tuple(layers), dtype, groups, gpu, states=states, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            yield replace(plan, us=plan.us_of(batch))
+            yield timed(plan, batch)

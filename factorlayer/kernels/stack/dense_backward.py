@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.functions import of_slope, of_value
 from factorlayer.activations.written import slope
@@ -13,6 +13,7 @@ from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels.gradient import BlockSums, Reduction
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.stack.dense import WHOLE_ROWS, Dense, beside, tiles_us
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.work import round_up
@@ -164,7 +165,7 @@ class DenseBackward(BlockSums, Dense):
             calls += [f"float d[L{last}::N / 2];", "c.widened(y, d);", f"c.template steepen<L{last}>(d, y);"]
         for i in reversed(range(last + 1)):
             behind = "y" if i == last else f"g{i}"
-            calls += [f"float d{i}[L{i}::K / 2];", f"c.template layer<L{i}, true>({behind}, sums.s{i}, d{i}, turn);"]
+            calls += [f"float d{i}[L{i}::K / 2];", f"c.template layer<L{i}>({behind}, sums.s{i}, d{i}, turn);"]
             if i:
                 calls += [f"u32 g{i - 1}[L{i - 1}::N / 16][4];"]
                 pass_on = "steepen" if self.has_slope(i - 1) else "narrowed"
@@ -187,5 +188,5 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
     for packs, groups in itertools.product((True, False), (4, 3, 2, 1)):
         plan = DenseBackward(tuple(layers), dtype, groups, gpu, packs=packs)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=plan.us_of(batch))
+            return timed(plan, batch)
     return None

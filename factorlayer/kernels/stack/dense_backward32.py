@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants, function
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.stack.dense import beside, tiles_us
 from factorlayer.kernels.stack.dense import tile as tile_forward
 from factorlayer.kernels.stack.dense_backward import DenseBackward
@@ -230,8 +231,8 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> DenseBack
     for groups in (4, 3, 2):
         plan = DenseBackward32(tuple(layers), dtype, groups, gpu)
         if plan.shared <= gpu.shared and plan.registers_needed <= min(255, 65536 // plan.threads // 8 * 8):
-            return replace(plan, us=plan.us_of(batch))
+            return timed(plan, batch)
     if len(layers) == 1 and LEAST < max(plan.columns(0)) <= MOST:
         plan = LayerBackward32(tuple(layers), dtype, 2, gpu)
-        return replace(plan, us=plan.us_of(batch)) if plan.shared <= gpu.shared else None
+        return timed(plan, batch) if plan.shared <= gpu.shared else None
     return None

@@ -334,7 +334,7 @@ def tilings(
     for groups, rows in itertools.product((2, 1), (256, 128, 64)):
         plan = DenseStreamed(tuple(layers), dtype, groups, gpu, states=states, rows=rows, frozen=frozen)
         if plan.slots >= LEAST_SLOTS:
-            yield replace(plan, us=plan.us_of(batch))
+            yield plan
 
 
 def _parts_us(plan: DenseStreamed, rows: int) -> float:

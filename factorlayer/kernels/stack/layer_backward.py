@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.activations.written import slope
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
+from factorlayer.kernels.passes import timed
 from factorlayer.kernels.stack.dense_backward import SLAB, DenseBackward
 from factorlayer.maths.chain import Chain
 
@@ -86,4 +87,4 @@ def tile(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu) -> LayerBack
     if not layer.is_dense or layer.parameters or not LEAST < c.q <= MOST or c.p > MOST:
         return None
     plan = LayerBackward((layer,), dtype, 2, gpu)
-    return replace(plan, us=plan.us_of(batch)) if plan.shared <= gpu.shared else None
+    return timed(plan, batch) if plan.shared <= gpu.shared else None

@@ -85,9 +85,6 @@ class StackBackward(BlockSums):
     def units_per_block(self) -> int:
         return self.units
 
-    def outputs(self, batch: int) -> tuple[int, ...]:
-        return (batch * self.output_bytes,)
-
     @property
     def output_bytes(self) -> int:
         return self.widths[0] * self.size

@@ -16,13 +16,12 @@ from factorlayer.activations.written import activation_type
 from factorlayer.device.code import Told, constants, function, kinds
 from factorlayer.device.gpu import ELEMENT_BYTES, Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.passes import MOST_TENSORS, steadiest
+from factorlayer.kernels.passes import MOST_TENSORS, steadiest, timed
 from factorlayer.kernels.resident import copied_at_once, region_of, type_of_stage
-from factorlayer.kernels.resident_stack import OF_END, ResidentStack, tensor, work_of
+from factorlayer.kernels.resident_stack import OF_END, ResidentStack, stages_of, tensor, work_of
 from factorlayer.kernels.stages import Stage, together
-from factorlayer.kernels.tiling import MOST_TILES, pieces_of, stage_for, warps_that_fit
+from factorlayer.kernels.tiling import MOST_TILES, pieces_of, warps_that_fit
 from factorlayer.kernels.timing import waits_of
-from factorlayer.kernels.work import Work, round_up
 from factorlayer.maths.chain import Chain
 
 CLUSTERS = (2, 4, 8, 16)  # blocks; up to PORTABLE any GPU with clusters has, more if it has enough multiprocessors
@@ -176,7 +175,7 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
             continue
         seen = []
         for most in MOST_TILES:
-            stages = _stages(work, samples, warps, most, cluster, gpu)
+            stages = stages_of(work, samples, warps, most, False, gpu, cluster)
             if stages is None or stages in seen:
                 continue
             seen.append(stages)
@@ -185,21 +184,9 @@ def tilings(layers: Sequence[Chain], dtype: str, batch: int, gpu: Gpu, states: b
             fields = work, stages, 1, cluster, 1, samples, warps, 1, 1, False, False, False, gpu, 0.0
             plan = StackCluster(*fields, layers=tuple(layers), states=states)
             if plan.shared <= gpu.shared:
-                yield replace(plan, us=plan.us_of(batch))
+                yield timed(plan, batch)
 
 
 def _beside(stage: Stage) -> int:
     """Products of a warp that do not wait for each other: of its tiles, and of a float's pieces."""
     return min(MOST_BESIDE, stage.mt * stage.nt * (2 if stage.dtype in ("float32", "float64") else 1))
-
-
-def _stages(work: Work, samples: int, warps: int, most: int, cluster: int, gpu: Gpu) -> tuple[Stage, ...] | None:
-    """Of a tile, a block's share of each layer's q's. What the first layer reads is as memory has it."""
-    stages = []
-    for i, (_, mode) in enumerate(work.steps):
-        p, q = round_up(mode.p, 8) if i else mode.p, round_up(-(-mode.q // cluster), 8)
-        stage = stage_for(p, q, 1, samples, work.dtype, warps, most, False, gpu, False)
-        if stage is None:
-            return None
-        stages.append(stage)
-    return tuple(stages)

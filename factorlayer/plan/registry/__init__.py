@@ -27,11 +27,7 @@ KINDS = {
     "What goes before and behind contractions": (*product.OF_COLUMNS, *product.OF_TURN),
     "Dense layers one behind another": stack.OF_STACK,
     "All gradients of dense layers": (*stack.OF_STACK_BACK, *stack.OF_ANY_STACK_BACK),
-    "Recurrent units": (
-        *recurrent.OF_RECURRENCE,
-        *recurrent.OF_RECURRENCE_BACK,
-        *recurrent.OF_RECURRENT_SLOPES,
-    ),
+    "Recurrent units": (*recurrent.OF_RECURRENCE, *recurrent.OF_RECURRENT_SLOPES),
     "A decoder's step": (
         *recurrent.OF_DECODE_STEP,
         *recurrent.OF_DECODE_CHOICE,

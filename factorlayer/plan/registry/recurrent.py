@@ -1,4 +1,4 @@
-"""Families of gated recurrent units, forward and back: tile(recurrence, dtype, sequences, gpu)."""
+"""Families of gated recurrent units, forward and back: tile(recurrence, dtype, sequences, gpu, back)."""
 
 from __future__ import annotations
 
@@ -12,77 +12,48 @@ from factorlayer.kernels.recurrent import (
 )
 from factorlayer.plan.registry.family import Family, Takes
 
-TAKES = Takes(more="recurrent weights that a multiprocessor holds; factors, Monarch, blocks or dense")
-
 RECURRENT = Family(
-    "All steps of a gated recurrent unit",
+    "All steps of a gated recurrent unit, or what goes back through them",
     recurrent.tile,
-    (recurrent.Recurrent,),
+    (recurrent.Recurrent, recurrent.RecurrentBackward),
     "recurrent",
-    TAKES,
+    Takes(more="recurrent weights that a multiprocessor holds; factors, Monarch, blocks or dense"),
+    told=("back",),
 )
-RECURRENT_BACKWARD = Family(
-    "What goes back through all steps of a gated recurrent unit",
-    recurrent.tile_backward,
-    (recurrent.RecurrentBackward,),
-    "recurrent",
-    TAKES,
-)
-SPREAD_TAKES = Takes(factors=(1, 1), tied=True, more="dense, on all multiprocessors together")
 RECURRENT_SPREAD = Family(
     "The same of a dense matrix that several blocks share",
     recurrent_spread.tile,
-    (recurrent_spread.RecurrentSpread, recurrent_spread.RecurrentFill),
+    (recurrent_spread.RecurrentSpread, recurrent_spread.RecurrentFill, recurrent_spread.RecurrentSpreadBackward),
     "recurrent",
-    SPREAD_TAKES,
-)
-RECURRENT_SPREAD_BACKWARD = Family(
-    "What goes back through a dense matrix that several blocks share",
-    recurrent_spread.tile_backward,
-    (recurrent_spread.RecurrentSpreadBackward,),
-    "recurrent",
-    SPREAD_TAKES,
-)
-MANY_TAKES = Takes(
-    needs=("wgmma",),
-    dtypes=recurrent_many.DTYPES,
-    factors=(1, 1),
-    tied=True,
-    more="dense, reset after the product, many sequences; on all multiprocessors together",
+    Takes(factors=(1, 1), tied=True, more="dense, on all multiprocessors together"),
+    told=("back",),
 )
 RECURRENT_MANY = Family(
     "The same of a dense matrix that several blocks share, of many sequences",
     recurrent_many.tile,
-    (recurrent_many.RecurrentMany, recurrent_many.RecurrentCounters),
+    (recurrent_many.RecurrentMany, recurrent_many.RecurrentCounters, recurrent_many.RecurrentManyBackward),
     "recurrent",
-    MANY_TAKES,
-)
-RECURRENT_MANY_BACKWARD = Family(
-    "What goes back through a dense matrix that several blocks share, of many sequences",
-    recurrent_many.tile_backward,
-    (recurrent_many.RecurrentManyBackward,),
-    "recurrent",
-    MANY_TAKES,
-)
-CLUSTER_TAKES = Takes(
-    needs=("clusters",),
-    factors=(2, 2),
-    tied=True,
-    more="square factors, reset after the product, shared out by clusters",
+    Takes(
+        needs=("wgmma",),
+        dtypes=recurrent_many.DTYPES,
+        factors=(1, 1),
+        tied=True,
+        more="dense, reset after the product, many sequences; on all multiprocessors together",
+    ),
+    told=("back",),
 )
 RECURRENT_CLUSTER = Family(
     "The same of two factors, with a state that a cluster shares out",
     recurrent_cluster.tile,
-    (recurrent_cluster.RecurrentCluster,),
+    (recurrent_cluster.RecurrentCluster, recurrent_cluster.RecurrentClusterBackward),
     "recurrent",
-    CLUSTER_TAKES,
-)
-RECURRENT_CLUSTER_BACKWARD = Family(
-    "What goes back through two factors, with gradients that a cluster shares out",
-    recurrent_cluster.tile_backward,
-    (recurrent_cluster.RecurrentClusterBackward,),
-    "recurrent",
-    CLUSTER_TAKES,
+    Takes(
+        needs=("clusters",),
+        factors=(2, 2),
+        tied=True,
+        more="square factors, reset after the product, shared out by clusters",
+    ),
+    told=("back",),
 )
 RECURRENT_SLOPES = Family(
     "What goes back is multiplied by, of all steps at once",
@@ -117,12 +88,6 @@ DECODE_FEW = Family(
     "recurrent",
 )
 OF_RECURRENCE = (RECURRENT, RECURRENT_CLUSTER, RECURRENT_SPREAD, RECURRENT_MANY)
-OF_RECURRENCE_BACK = (
-    RECURRENT_BACKWARD,
-    RECURRENT_CLUSTER_BACKWARD,
-    RECURRENT_SPREAD_BACKWARD,
-    RECURRENT_MANY_BACKWARD,
-)
 OF_RECURRENT_SLOPES = (RECURRENT_SLOPES,)
 OF_DECODE_STEP = (DECODE_STEP,)
 OF_DECODE_CHOICE = (DECODE_CHOICE,)

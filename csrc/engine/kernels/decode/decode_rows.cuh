@@ -61,13 +61,6 @@ template <class Element, int COUNT, int LOAD, int TEAM, int ROWS, int AT_ONCE> s
   }
 };
 
-// What another lane has
-DEVICE u32 of_lane(u32 x, int by) { return __shfl_xor_sync(0xffffffff, x, by); }
-DEVICE float of_lane(float x, int by) { return __uint_as_float(of_lane(__float_as_uint(x), by)); }
-DEVICE double of_lane(double x, int by) {
-  const u64 bits = *reinterpret_cast<const u64*>(&x);
-  return double_of(of_lane(u32(bits), by), of_lane(u32(bits >> 32), by));
-}
 // Sums of SAMPLES samples, of which each lane of a team has a part: at every step lanes hand on half of theirs, so that at the end each
 // has kOwn samples, or, of few, kSharing lanes the same one.
 template <int TEAM, int SAMPLES> struct TeamSums {

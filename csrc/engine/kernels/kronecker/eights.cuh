@@ -80,9 +80,8 @@ template <class Pass> struct Eights {
       norm += fabsf(from[i]);
     }
     store_u32x4(memory + mode * kWeight + lane.index * 16, words);
-    const auto other = [&](int by) { return __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(norm), by)); };
-    norm += other(1), norm += other(2);
-    norm = larger(norm, other(4)), norm = larger(norm, other(8)), norm = larger(norm, other(16));
+    norm += of_lane(norm, 1), norm += of_lane(norm, 2);
+    UNROLL for (int by = 4; by < 32; by *= 2) norm = larger(norm, of_lane(norm, by));
     if (lane.index == 0) store_shared(memory + kNorms + mode * 4, __float_as_uint(norm));
   }
   // By how much a state can be larger

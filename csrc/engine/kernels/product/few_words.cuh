@@ -10,7 +10,6 @@ template <class Math> struct FewMath {
   using Total = Sum<Element>;
   static constexpr int kSize = sizeof(Element), kPiece = 16 / kSize, kChunk = 4 * kPiece;  // elements: of a lane, of four
   static constexpr int kWords = 16 / int(sizeof(Word)), kSteps = kWords / 2;               // of a piece
-  static constexpr int kStepOfLane = kPiece / kSteps;                                      // elements of a lane in one step
   using A = typename Math::A;
   using B = typename Math::B;
   struct Sums { Total sum[4] = {}, low[4] = {}; };

@@ -358,7 +358,7 @@ template <class Pass> struct WideGradient {
         UNROLL for (auto& some : columns)  // four lanes have a row's columns
           UNROLL for (int half = 0; half < 2; ++half)
             UNROLL for (int by = 1; by < 4; by *= 2)
-              some[half * 2] += __uint_as_float(__shfl_xor_sync(0xffffffff, __float_as_uint(some[half * 2]), by));
+              some[half * 2] += of_lane(some[half * 2], by);
       }
       store(columns);
     }

@@ -200,17 +200,9 @@ template <class Pass> struct Many {
         store_global(at, narrow<Element>(x[j]));
       } else {
         u32 words[kWords];
-        pack(words, [&](int i) { return x[j * kPiece + i]; });
+        words_of<Element>(words, [&](int i) { return x[j * kPiece + i]; });
         store_global<kBytes>(at, words);
       }
-    }
-  }
-  template <int WORDS, class Number> DEVICE static void pack(u32 (&words)[WORDS], const Number& number) {
-    UNROLL for (int w = 0; w < WORDS; ++w) {
-      if constexpr (kSize == 2)
-        words[w] = Pair<Element>(number(2 * w), number(2 * w + 1)).bits;
-      else
-        words[w] = __float_as_uint(number(w));
     }
   }
 
@@ -220,7 +212,7 @@ template <class Pass> struct Many {
     const int column = part + run.feature;
     if (round_up(HIDDEN, OWN) > kSlabs * kWide && column >= kSlabs * kWide) return;
     u32 words[kRun * kSize / 4];
-    pack(words, [&](int i) { return HIDDEN % OWN == 0 || column + i < HIDDEN ? Math::rounded(x[i]) : 0.f; });
+    words_of<Element>(words, [&](int i) { return HIDDEN % OWN == 0 || column + i < HIDDEN ? Math::rounded(x[i]) : 0.f; });
     to += (state * kSlabs + column / kWide) * kSlab + swizzled(run.unit, column % kWide * kSize / 16) + column * kSize % 16;
     store_global<kRun * kSize>(to, words);
   }

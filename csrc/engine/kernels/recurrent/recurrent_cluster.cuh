@@ -47,8 +47,7 @@ template <class Pass> struct RecurrentCluster : SideStreams<Pass> {
 
   DEVICE void run() const {
     const i64 input_row = number_at(params, Pass::kWalk + 8);
-    const Element* const inputs[] = {static_cast<const Element*>(params.x), tensor_at<Element>(params, Pass::kInputs),
-                                     tensor_at<Element>(params, Pass::kInputs + 1)};
+    const Streams<Element, kGates> inputs(params, Pass::kInputs);
     Own<Rows> by_rows;
     Own<Columns> by_columns;
     const auto hold = [&] { Base::template hold<Rows>(by_rows.held), Base::template hold<Columns>(by_columns.held); };
@@ -71,12 +70,12 @@ template <class Pass> struct RecurrentCluster : SideStreams<Pass> {
     const auto loader = [&] {
       typename Base::template Pieces<Rows> of_rows;
       typename Base::template Pieces<Columns> of_columns;
-      Base::find_all(inputs, of_rows), Base::find_all(inputs, of_columns);
+      Base::find_all(inputs.of, of_rows), Base::find_all(inputs.of, of_columns);
       return [=, &inputs](u32 slot, u32 step, const Row& row, int unit) {
         if (step % 2 == 1)
-          Base::load(inputs, of_rows, slot, row.at(input_row), unit);
+          Base::load(inputs.of, of_rows, slot, row.at(input_row), unit);
         else
-          Base::load(inputs, of_columns, slot, row.at(input_row), unit);
+          Base::load(inputs.of, of_columns, slot, row.at(input_row), unit);
       };
     };
     Made made;

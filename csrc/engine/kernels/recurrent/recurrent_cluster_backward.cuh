@@ -37,9 +37,7 @@ template <class Pass> struct RecurrentClusterBackward : SideStreams<Pass> {
   };
 
   DEVICE void run() const {
-    const Element* const inputs[] = {static_cast<const Element*>(params.x), tensor_at<Element>(params, Pass::kInputs),
-                                     tensor_at<Element>(params, Pass::kInputs + 1), tensor_at<Element>(params, Pass::kInputs + 2),
-                                     tensor_at<Element>(params, Pass::kInputs + 3), tensor_at<Element>(params, Pass::kInputs + 4)};
+    const Streams<Element, Pass::STREAMS> inputs(params, Pass::kInputs);
     Own<Rows> by_rows;
     Own<Columns> by_columns;
     Grad g = {};
@@ -57,12 +55,12 @@ template <class Pass> struct RecurrentClusterBackward : SideStreams<Pass> {
     const auto loader = [&] {
       typename Base::template Pieces<Rows> of_rows;
       typename Base::template Pieces<Columns> of_columns;
-      Base::find_all(inputs, of_rows), Base::find_all(inputs, of_columns);
+      Base::find_all(inputs.of, of_rows), Base::find_all(inputs.of, of_columns);
       return [=, &inputs](u32 slot, u32 step, const Row& row, int unit) {
         if (step % 2 == 0)
-          Base::load(inputs, of_rows, slot, row.at(i64(Pass::HIDDEN)), unit);
+          Base::load(inputs.of, of_rows, slot, row.at(i64(Pass::HIDDEN)), unit);
         else
-          Base::load(inputs, of_columns, slot, row.at(i64(Pass::HIDDEN)), unit);
+          Base::load(inputs.of, of_columns, slot, row.at(i64(Pass::HIDDEN)), unit);
       };
     };
     const u32 steps =

@@ -18,8 +18,7 @@ template <class Pass> struct RecurrentMany : Many<Pass> {
   }
   DEVICE void walk(int warpgroup) const {
     const i64 input_row = number_at(params, Pass::kWalk + 8);
-    const Element* const inputs[] = {static_cast<const Element*>(params.x) + part, tensor_at<Element>(params, Pass::kInputs) + part,
-                                     tensor_at<Element>(params, Pass::kInputs + 1) + part};
+    const Streams<Element, kGates> inputs(params, Pass::kInputs, part);
     const Element* const initial = tensor_at<Element>(params, Pass::kInputs + 2) + part;
     const Element* const bias = static_cast<const Element*>(params.bias) + part;  // maybe of nothing
     Element* const output = static_cast<Element*>(params.y) + part;

@@ -19,8 +19,7 @@ template <class Pass> struct RecurrentManyBackward : Many<Pass> {
   }
   DEVICE void walk(int warpgroup) const {
     const i64 gate_row = number_at(params, Pass::kWalk + 8);
-    const Element* streams[STREAMS] = {static_cast<const Element*>(params.x) + part};
-    UNROLL for (int i = 1; i < STREAMS; ++i) streams[i] = tensor_at<Element>(params, Pass::kInputs + i - 1) + part;
+    const Streams<Element, STREAMS> streams(params, Pass::kInputs, part);
     Element* const gates[] = {static_cast<Element*>(params.y) + part, tensor_at<Element>(params, Pass::kOutputs) + part,
                               tensor_at<Element>(params, Pass::kOutputs + 1) + part};
     Element* const product = tensor_at<Element>(params, Pass::kOutputs + 2) + part;

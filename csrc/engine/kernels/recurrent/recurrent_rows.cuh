@@ -9,6 +9,14 @@ template <class T> DEVICE T* tensor_at(const Params& params, int place) {
   return static_cast<T*>(const_cast<void*>(params.weights[place]));
 }
 DEVICE i64 number_at(const Params& params, int place) { return reinterpret_cast<i64>(params.weights[place]); }
+// What is read at every step, from the feature `part` on: x, and the tensors from the place `second` on
+template <class Element, int COUNT> struct Streams {
+  const Element* of[COUNT];
+  DEVICE Streams(const Params& params, int second, i64 part = 0) : of{static_cast<const Element*>(params.x) + part} {
+    UNROLL for (int i = 1; i < COUNT; ++i) of[i] = tensor_at<Element>(params, second + i - 1) + part;
+  }
+  DEVICE const Element* operator[](int i) const { return of[i]; }
+};
 
 // maths/steps.py's Walk, and whether a sequence begins again at a row: what lies in eight places from a first one on. What these say
 // of rows that tensors have not is left out.

@@ -15,8 +15,7 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
 
   DEVICE void run() const {
     const i64 input_row = number_at(params, Pass::kWalk + 8);
-    const Element* const inputs[] = {static_cast<const Element*>(params.x) + part, tensor_at<Element>(params, Pass::kInputs) + part,
-                                     tensor_at<Element>(params, Pass::kInputs + 1) + part};
+    const Streams<Element, kGates> inputs(params, Pass::kInputs, part);
     const Element* const initial = tensor_at<Element>(params, Pass::kInputs + 2);
     const Element* const bias = static_cast<const Element*>(params.bias) + part;  // maybe of nothing
     Element* const output = static_cast<Element*>(params.y);
@@ -27,12 +26,10 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
     Real h[kRounds][2], own_bias[kRounds][2];
     typename Base::Asked next[kRounds][kGates];
     const auto read_inputs = [&](u32 step, i64 begin) {
-      UNROLL for (int round = 0; round < kRounds; ++round) {
-        const Two two = Base::two(round, begin);
-        const Row row = Base::rows().of(step, two.unit);
+      Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
         UNROLL for (int g = 0; g < kGates; ++g)
           if (two.first && row.there()) Base::ask(inputs[g] + row.at(input_row) + two.feature, two, next[round][g]);
-      }
+      });
     };
     const auto begin_group = [&](i64 begin) {
       UNROLL for (int round = 0; round < kRounds; ++round) {
@@ -71,18 +68,16 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
             Real update[kRounds][2];
             Base::template multiply_slice<0, 2>();
             __syncthreads();
-            UNROLL for (int round = 0; round < kRounds; ++round) {
-              const Two two = Base::two(round, begin);
-              const Row row = Base::rows().of(step, two.unit);
+            Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
               Real sums[2][2], reset[2];
               UNROLL for (int g = 0; g < 2; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
-              if (!two.first || !row.there()) continue;
+              if (!two.first || !row.there()) return;
               UNROLL for (int i = 0; i < 2; ++i) {
                 reset[i] = gate.of(x[round][0][i] + sums[0][i]) * h[round][i];
                 update[round][i] = gate.of(x[round][1][i] + sums[1][i]);
               }
               Base::give(reset_states + row.at(Pass::HIDDEN) + part + two.feature, two, reset[0], reset[1]);
-            }
+            });
             Base::gather(
                 [&](int, int unit) -> const Element* {
                   const Row row = Base::rows().of(step, unit);
@@ -92,27 +87,23 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
             __syncthreads();
             Base::template multiply_slice<2, 3>();
             __syncthreads();
-            UNROLL for (int round = 0; round < kRounds; ++round) {
-              const Two two = Base::two(round, begin);
-              const Row row = Base::rows().of(step, two.unit);
+            Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
               Real sums[2], made[2];
               Base::added_up(2, two.unit, two.feature, sums);
-              if (!two.first || !row.there()) continue;
+              if (!two.first || !row.there()) return;
               UNROLL for (int i = 0; i < 2; ++i) {
                 made[i] = candidate.of(x[round][2][i] + sums[i]);
                 made[i] += update[round][i] * (h[round][i] - made[i]);
               }
               end(step, begin, row, two, round, made);
-            }
+            });
           } else {
             Base::multiply_slice();
             __syncthreads();
-            UNROLL for (int round = 0; round < kRounds; ++round) {
-              const Two two = Base::two(round, begin);
-              const Row row = Base::rows().of(step, two.unit);
+            Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
               Real sums[kGates][2], made[2];
               UNROLL for (int g = 0; g < kGates; ++g) Base::added_up(g, two.unit, two.feature, sums[g]);
-              if (!two.first || !row.there()) continue;
+              if (!two.first || !row.there()) return;
               UNROLL for (int i = 0; i < 2; ++i) {
                 Real product = sums[2][i];
                 if constexpr (Pass::HAS_BIAS) product += own_bias[round][i];
@@ -121,7 +112,7 @@ template <class Pass> struct RecurrentSpread : Spread<Pass> {
                 made[i] += z * (h[round][i] - made[i]);
               }
               end(step, begin, row, two, round, made);
-            }
+            });
           }
           read_rows();
         },

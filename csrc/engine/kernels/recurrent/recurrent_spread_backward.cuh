@@ -15,8 +15,7 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
 
   DEVICE void run() const {
     const i64 gate_row = number_at(params, Pass::kWalk + 8);
-    const Element* streams[STREAMS] = {static_cast<const Element*>(params.x) + part};
-    UNROLL for (int i = 1; i < STREAMS; ++i) streams[i] = tensor_at<Element>(params, Pass::kInputs + i - 1) + part;
+    const Streams<Element, STREAMS> streams(params, Pass::kInputs, part);
     Element* const gates[] = {static_cast<Element*>(params.y), tensor_at<Element>(params, Pass::kOutputs),
                               tensor_at<Element>(params, Pass::kOutputs + 1)};
     Element* const product = tensor_at<Element>(params, Pass::kOutputs + 2);
@@ -25,12 +24,10 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
     Real g[kRounds][2], of_initial[kRounds][2];
     typename Base::Asked next[kRounds][STREAMS];
     const auto read_streams = [&](u32 step, i64 begin) {
-      UNROLL for (int round = 0; round < kRounds; ++round) {
-        const Two two = Base::two(round, begin);
-        const Row row = Base::rows().of(step, two.unit);
+      Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
         UNROLL for (int i = 0; i < STREAMS; ++i)
           if (two.first && row.there()) Base::ask(streams[i] + row.at(Pass::HIDDEN) + two.feature, two, next[round][i]);
-      }
+      });
     };
     const auto give_gate = [&](int gate, const Row& row, const Two& two, const Real(&a)[2]) {
       Base::give(gates[gate] + row.at(gate_row) + part + two.feature, two, a[0], a[1]);
@@ -43,10 +40,8 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
     Base::walk(
         begin_group,
         [&](u32 step, i64 begin, const auto& read_rows) {
-          UNROLL for (int round = 0; round < kRounds; ++round) {
-            const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.unit);
-            if (!two.first || !row.there()) continue;
+          Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
+            if (!two.first || !row.there()) return;
             Real grad[2], a[2];
             const auto& x = next[round];
             UNROLL for (int i = 0; i < 2; ++i) grad[i] = x[grad_y].number(i) + g[round][i], g[round][i] = grad[i] - x[kept].number(i) * grad[i];
@@ -57,7 +52,7 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
               UNROLL for (int i = 0; i < 2; ++i) a[i] *= x[reset].number(i);
               Base::give(product + row.at(Pass::HIDDEN) + part + two.feature, two, a[0], a[1]);
             }
-          }
+          });
           const auto handed_on = [&](int gate, int unit) -> const Element* {
             const Row row = Base::rows().of(step, unit);
             if (!row.there()) return nullptr;
@@ -68,33 +63,29 @@ template <class Pass> struct RecurrentSpreadBackward : Spread<Pass> {
             __syncthreads();
             Base::template multiply_slice<2, 3>();
             __syncthreads();
-            UNROLL for (int round = 0; round < kRounds; ++round) {
-              const Two two = Base::two(round, begin);
-              const Row row = Base::rows().of(step, two.unit);
+            Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
               Real v[2];
               Base::added_up(0, two.unit, two.feature, v);
-              if (!two.first || !row.there()) continue;
+              if (!two.first || !row.there()) return;
               const auto& x = next[round];
               UNROLL for (int i = 0; i < 2; ++i) g[round][i] += x[reset].number(i) * v[i], v[i] *= x[of_reset].number(i);
               give_gate(0, row, two, v);
-            }
+            });
           }
           read_streams(step + 1, begin);
           Base::gather(handed_on, [](int) { return true; });
           __syncthreads();
           Base::template multiply_slice<0, Pass::RESET_BEFORE ? 2 : kGates>();
           __syncthreads();
-          UNROLL for (int round = 0; round < kRounds; ++round) {
-            const Two two = Base::two(round, begin);
-            const Row row = Base::rows().of(step, two.unit);
+          Base::each_of_step(step, begin, [&](int round, const Two& two, const Row& row) {
             Real sums[2];
             Base::added_up(0, two.unit, two.feature, sums);
-            if (!two.first || !row.there()) continue;
+            if (!two.first || !row.there()) return;
             UNROLL for (int i = 0; i < 2; ++i) {
               g[round][i] += sums[i];
               if (row.starts()) of_initial[round][i] += g[round][i], g[round][i] = 0;
             }
-          }
+          });
           read_rows();
         },
         [&](i64 begin) {

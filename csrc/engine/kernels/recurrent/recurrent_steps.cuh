@@ -135,13 +135,7 @@ template <class Pass> struct RecurrentSteps : UntiedProducts<RecurrentWalk<Pass>
 
   // Two numbers to memory, or to where the first contraction reads a state
   DEVICE void give(Element* to, const Two& two, Real first, Real second) const {
-    if constexpr (Pass::PAIRED) {
-      const Pair<Element> pair(first, second);
-      store_words<2 * kSize>(to, *reinterpret_cast<const Words<2 * kSize>*>(&pair));
-    } else {
-      store_global(to, narrow<Element>(first));
-      if (two.second) store_global(to + 1, narrow<Element>(second));
-    }
+    store_two<Pass::PAIRED>(to, first, second, two.second);
   }
   DEVICE void give_state(u32 state, const Two& two, Real first, Real second) const {
     const u32 to = state + two.of_state * kSize;

@@ -165,23 +165,12 @@ template <class Pass> struct Spread : Chain<Pass> {
     sums[0] = sums[1] = 0;
     UNROLL for (int w = 0; w < Pass::WARPS; w += kLanes) {
       Real more[2];
-      pair_of_sums(sums_address(w + lane.index % kLanes, gate, unit, feature), more);
+      load_two<Real>(sums_address(w + lane.index % kLanes, gate, unit, feature), more);
       UNROLL for (int i = 0; i < 2; ++i) sums[i] += more[i];
     }
     UNROLL for (int by = 1; by < kLanes; by *= 2)
       UNROLL for (int i = 0; i < 2; ++i) sums[i] += of_lane(sums[i], by);
   }
-  DEVICE static float of_lane(float x, int by) { return __uint_as_float(__shfl_xor_sync(~0u, __float_as_uint(x), by)); }
-  DEVICE static double of_lane(double x, int by) {
-    const u64 bits = *reinterpret_cast<const u64*>(&x);
-    return double_of(__shfl_xor_sync(~0u, u32(bits), by), __shfl_xor_sync(~0u, u32(bits >> 32), by));
-  }
-  DEVICE static void pair_of_sums(u32 from, float (&x)[2]) {
-    u32 words[2];
-    load_u32x2(from, words);
-    UNROLL for (int i = 0; i < 2; ++i) x[i] = __uint_as_float(words[i]);
-  }
-  DEVICE static void pair_of_sums(u32 from, double (&x)[2]) { load_f64x2(from, x[0], x[1]); }
 
   // Two features of a sequence, which lanes have in one of their rounds, and the first of them goes on with
   struct Two {
@@ -194,17 +183,19 @@ template <class Pass> struct Spread : Chain<Pass> {
     const bool there = threadIdx.x % kLanes == 0 && pair == all && begin + unit < units && part + feature < Pass::HIDDEN;
     return {unit, feature, there, there && part + feature + 1 < Pass::HIDDEN};
   }
+  // go(round, two, row) of each of a lane's rounds at a step
+  template <class Go> DEVICE void each_of_step(u32 step, i64 begin, const Go& go) const {
+    UNROLL for (int round = 0; round < kRounds; ++round) {
+      const Two two = this->two(round, begin);
+      go(round, two, rows().of(step, two.unit));
+    }
+  }
   // Two numbers as they have been asked for: whoever takes them waits for them.
   struct Asked {
     static constexpr int kEach = kSize < 4 ? 1 : kSize / 4;  // words of one
     u32 words[Pass::PAIRED ? 2 * kSize / 4 : 2 * kEach];
     DEVICE Real number(int i) const {
-      if constexpr (kSize == 8)
-        return double_of(words[i * 2], words[i * 2 + 1]);
-      else if constexpr (kSize == 4)
-        return __uint_as_float(words[i]);
-      else
-        return widen(Element{static_cast<unsigned short>(Pass::PAIRED ? words[0] >> i * 16 : words[i])});
+      return Pass::PAIRED ? number_of<Element>(words, i) : number_of<Element>(words + i * kEach, 0);
     }
   };
   DEVICE void ask(const Element* from, const Two& two, Asked& asked) const {
@@ -224,13 +215,7 @@ template <class Pass> struct Spread : Chain<Pass> {
     UNROLL for (int i = 0; i < 2; ++i) x[i] = asked.number(i);
   }
   DEVICE void give(Element* to, const Two& two, Real first, Real second) const {
-    if constexpr (Pass::PAIRED) {
-      const Pair<Element> pair(first, second);
-      store_words<2 * kSize>(to, *reinterpret_cast<const Words<2 * kSize>*>(&pair));
-    } else {
-      store_global(to, narrow<Element>(first));
-      if (two.second) store_global(to + 1, narrow<Element>(second));
-    }
+    store_two<Pass::PAIRED>(to, first, second, two.second);
   }
 
   // Blocks along x take groups of sequences one after another: each from its first step to its last one. begin_group(first sequence)

@@ -63,16 +63,15 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
     }
   }
 
-  // Adds a layer's gradients, and makes those of what it reads if anything needs them.
-  template <class L, bool BACK> DEVICE void layer(u32 (&g)[L::N / 16][4], Sums<L>& sums, float (&d)[L::K / 2], int& turn) const {
+  // Adds a layer's gradients, and makes those of what it reads.
+  template <class L> DEVICE void layer(u32 (&g)[L::N / 16][4], Sums<L>& sums, float (&d)[L::K / 2], int& turn) const {
     const u32 behind = own + Pass::behind_at + turn * Pass::behind_bytes, state = own + L::state_at;
     turn ^= 1;
     put(behind, g);
     fence_copy_engine();
     sync();
     const u32 left = L::TURNED ? state : behind, right = L::TURNED ? behind : state;
-    if constexpr (BACK)
-      UNROLL for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
+    UNROLL for (int s = 0; s < L::N / 16; ++s) settle(g[s]);
     open_products();
     UNROLL for (int m = 0; m < Base::template kOwn<L>; ++m)
       UNROLL for (int s = 0; s < 4; ++s)
@@ -83,12 +82,11 @@ template <class Pass> struct DenseBackward : DenseGradients<Pass> {
         UNROLL for (int s = 0; s < 4; ++s)
           Wgmma<Element, 8>::multiply_turned(sums.bias[m], turned_operand(behind + m * kTile, kTile) + s * 128,
                                              turned_operand(memory + Pass::ones_at, kTile) + s * 128);
-    if constexpr (BACK)
-      UNROLL for (int s = 0; s < L::N / 16; ++s)
-        Wgmma<Element, L::K>::multiply_turned(d, g[s], turned_operand(memory + L::weight_at, L::N * 128) + s * 128, s > 0);
+    UNROLL for (int s = 0; s < L::N / 16; ++s)
+      Wgmma<Element, L::K>::multiply_turned(d, g[s], turned_operand(memory + L::weight_at, L::N * 128) + s * 128, s > 0);
     commit_products();
     wait_for_products<0>();
-    if constexpr (BACK) touch(d);
+    touch(d);
     Base::template touch_sums<L>(sums);
   }
 
