@@ -30,7 +30,6 @@ from factorlayer.kernels import batches, gradient, tiling
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.gradient import Reduction
 from factorlayer.kernels.kronecker import (
-    eights_backward,
     pair_cluster_backward,
     pair_few_backward,
     small_double_backward,
@@ -219,13 +218,10 @@ CASES = [
     Case(monarch((20, 8), (8, 20), rank=7), "float16", 150, LARGE, activation="gelu"),
     # Small: five modes and four, of one size and several, blocks that share a multiprocessor
     Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, 80),
+    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, activation=LEARNED),
     Case(kronecker((8,) * 4, (8,) * 4), "float32", 20, MEDIUM, processors=1),
     Case(kronecker((4, 8, 8, 8, 4), (4, 8, 8, 8, 4)), "float32", 9, LARGE, 80),
     Case(kronecker((8, 4, 4, 4, 8), (8, 4, 4, 4, 8)), "float32", 9, LARGE, processors=1, activation=LEARNED),
-    # Eights: several units of a block, and of a sample
-    Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM),
-    Case(kronecker((4, *(8,) * 5), (4, *(8,) * 5)), "float32", 2, MEDIUM),
-    Case(kronecker((8,) * 5, (8,) * 5), "float32", 3, MEDIUM, activation=LEARNED),
     # Columns: one warp of a group and several, modes that are contracted in another order
     Case(kronecker((5, 6, 5), (7, 5, 6)), "float64", 9, LARGE),
     Case(kronecker((7, 7, 7, 7), (7, 7, 7, 7)), "float64", 5, LARGE, activation=LEARNED),
@@ -434,33 +430,6 @@ def test_terms_of_products_of_weights_in_half_precision_may_be_far_apart(
     right = run.right()
     assert not errors
     assert np.linalg.norm(y - right) <= 2 * len(sizes_in) * EPS["float16"] * np.linalg.norm(right)
-
-
-def test_eights_let_infinities_through(emulator: Emulator) -> None:
-    """And make large numbers of large ones; samples beside them have the same bits."""
-    run = prepare(Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM), emulator)
-    run = replace(run, weights=[weight / 8 for weight in run.weights])
-    without, errors = run(run.x, seed=1)
-    x, weights = run.x.copy(), [weight.copy() for weight in run.weights]
-    x[0, 5], x[2, 32767], x[3] = np.inf, -np.inf, x[3] * 1e36
-    x[3, ::7] = 3.4028e38
-    y, more = run(x, seed=2)
-    assert not errors + more
-    with np.errstate(invalid="ignore"):
-        right = replace(run, x=x).right()
-    np.testing.assert_array_equal(y[[0, 2]], right[[0, 2]])
-    assert np.linalg.norm(y[3] - right[3]) <= 3 * EPS["float32"] * np.linalg.norm(right[3])
-    np.testing.assert_array_equal(y[[1, 4]], without[[1, 4]])
-    huge = replace(run, weights=[abs(weight) + 1 for weight in weights])
-    y, errors = huge(np.full_like(x, 3e38), seed=3)
-    assert not errors and (y == np.inf).all()
-    weights[2][3, 4] = np.inf
-    y, errors = replace(run, weights=weights)(run.x, seed=4)
-    sick = np.zeros((8,) * 5, dtype=bool)
-    sick[:, :, 3] = True
-    assert not errors
-    np.testing.assert_array_equal(~np.isfinite(y), np.broadcast_to(sick.ravel(), y.shape))
-    assert np.linalg.norm((y - without)[:, ~sick.ravel()]) <= 3 * EPS["float32"] * np.linalg.norm(without)
 
 
 def test_floats_in_halves_have_any_scale(emulator: Emulator) -> None:
@@ -1554,34 +1523,6 @@ def test_a_biass_gradient_by_a_cluster_of_its_own(
     check_all_gradients_of(kronecker(*sizes), clusters_of(sizes, dtype, chosen, bias=True), batch, emulator)
 
 
-@pytest.mark.long
-def test_all_gradients_of_eights_at_once(emulator: Emulator) -> None:
-    """Of three samples and of three units of one; x's does not know x."""
-    modes, spec = tuple(Mode(((i, 8, 8),)) for i in range(5)), kronecker((8,) * 5, (8,) * 5)
-    plans = []
-    for outer in (1, 3):
-        both = eights_backward.tile(modes, outer, "float32", LARGE, replace(Gpu.of(90), sms=2))
-        assert both is not None
-        plans.append(Plan(all_gradients_of(spec), "float32", LARGE, both.gpu, (both, Reduction(both))))
-    check_gradients_of_any(spec, plans[0], 5, emulator)
-
-    draw = drawing("float32")
-    x, grad, *weights = draw(3, spec.in_features), draw(3, spec.out_features), *(draw(8, 8) for _ in modes)
-    outputs = []
-    for found in plans:
-        shape = (3 // found.passes[0].units_per_sample, -1)
-        kernels = emulator.compile(found)
-        made, errors = emulator.run(found, kernels, x.reshape(shape), [*weights, grad.reshape(shape)], None, blocks=2)
-        assert not errors
-        outputs.append(made)
-    for of_samples, of_units in zip(*outputs, strict=True):
-        np.testing.assert_array_equal(of_samples.ravel(), of_units.ravel())
-    x[1, 5] = np.inf
-    made, errors = emulator.run(found, kernels, x.reshape(shape), [*weights, grad.reshape(shape)], None, blocks=2)
-    assert not errors and not np.isfinite(made[-1]).all()
-    np.testing.assert_array_equal(made[0].ravel(), outputs[0][0].ravel())
-
-
 def check_gradients_of_any(spec: LayerSpec, found: Plan, batch: int, emulator: Emulator) -> None:
     """And not finite where they may not be, which is for no other sample."""
     kernels, draw = emulator.compile(found), drawing(found.dtype)
@@ -2580,7 +2521,6 @@ PAIR = Case(kronecker((48, 64), (64, 48)), "bfloat16", 30, MEDIUM)
 WIDE = Case(monarch((8, 136), (64, 16), rank=16), "bfloat16", 300, SOME, processors=4, apart=True)
 WIDE_OF_FLOATS = Case(monarch((2, 256), (256, 4), rank=64), "float32", 300, SOME, processors=4)
 FENCE_OF_SLABS = "if constexpr (!kPrepares) fence_copy_engine();  // or those who have prepared it have had one"
-EIGHTS = Case(kronecker((8,) * 5, (8,) * 5), "float32", 5, MEDIUM)
 PAIR_BY_MAP = Case(kronecker((48, 128), (40, 126)), "tf32", 16, MEDIUM)
 STRIP = Case(kronecker((128, 128), (128, 128)), "tf32", 2, SMALL)
 STRIPS_IN_TURN = Case(kronecker((96, 128), (96, 128)), "float64", 1, SMALL)
@@ -2621,11 +2561,6 @@ PLANTED = {
     "no-sync-before-columns": (FEW, "if (first + 4 == B) __syncthreads();", "", "race: a write"),
     "no-sync-behind-columns": (FEW, "__syncthreads();\n      {", "{", "race: a"),
     "no-sync-of-a-warp": (FEW, "__syncwarp();\n      Base::load", "Base::load", "race: a read"),
-    "no-wait-for-what-is-staged": (EIGHTS, "wait_for_bytes(barrier, phase);", "", "race: a read"),
-    "no-sync-of-what-was-staged": (EIGHTS, "__syncwarp();\n        if", "if", "race: a"),
-    "no-sync-of-two-warps": (EIGHTS, "sync_group<2, 16>(1 + warp / 2);", "", "race: a read"),
-    "no-sync-of-slabs": (EIGHTS, "__syncthreads_or(unsure[0] | unsure[1])", "unsure[0] | unsure[1]", "race: a read"),
-    "no-sync-behind-slabs": (EIGHTS, "__syncthreads();\n    }", "}", "race: a write"),
     "no-wait-for-a-block": (WIDE, "wait_for_cluster(free, phase ^ 1);", "", "race: a write"),
 }
 

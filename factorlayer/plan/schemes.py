@@ -14,8 +14,7 @@ from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
 from factorlayer.kernels import resident_stack, tiling
 from factorlayer.kernels.batches import BATCHES
-from factorlayer.kernels.kronecker import eights, pair, small_float, triple
-from factorlayer.kernels.kronecker.eights import Eights
+from factorlayer.kernels.kronecker import pair, small_float, triple
 from factorlayer.kernels.kronecker.pair import Pair
 from factorlayer.kernels.kronecker.small_float import SmallFloat
 from factorlayer.kernels.monarch import monarch_through
@@ -103,9 +102,9 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
         clustered = triple.tile(work, batch, gpu)
         if clustered:
             yield of(CLUSTER, RESIDENT, _samples(clustered), clustered)
-        for few in (family.tile(work, batch, gpu) for family in (small_float, eights)):
-            if few:
-                yield of(SHARED, RESIDENT, _samples(few), few)
+        few = small_float.tile(work, batch, gpu)
+        if few:
+            yield of(SHARED, RESIDENT, _samples(few), few)
         for _, fields, made in tiling.candidates(work, batch, gpu):
             tiled = replace(Resident(*fields), tile_us=TileUs(*made))
             stays = any(isinstance(stage, Sandwich) for stage in tiled.stages)
@@ -118,7 +117,7 @@ def _of_chain(chain: Chain, dtype: str, batch: int, gpu: Gpu) -> Iterator[Scheme
     best, each = plan(chain, dtype, batch, gpu).passes, one_by_one(chain, dtype, batch, gpu)
     if family_of(best[0]) in OF_WHOLE:
         yield of(NOWHERE, MULTIPLIED_OUT, _samples(best[-1]), *best)
-    if len(best) > 1 and all(isinstance(p, Eights | Pair | Resident | SmallFloat) for p in best):
+    if len(best) > 1 and all(isinstance(p, Pair | Resident | SmallFloat) for p in best):
         yield of(MEMORY, RESIDENT, _samples(best[0]), *best)
     yield of(MEMORY, STREAMED, _samples(each[0]), *each)
 

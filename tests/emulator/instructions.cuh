@@ -199,7 +199,6 @@ template <int BYTES> inline void store_global(void* to, const u32* x) {
   memcpy(&words, x, BYTES);
   store_to_memory(to, words);
 }
-inline void store_global_once(void* to, const u32 (&x)[2]) { store_global<8>(to, x); }
 inline void load_global(const void* from, u32 (&x)[4]) {
   emulator::read_global(from, 16);
   memcpy(x, from, 16);
@@ -270,7 +269,6 @@ inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier) { emulato
 inline void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {
   emulator::load_run(to, from, bytes, barrier, blocks);
 }
-inline void load_run_once(u32 to, const void* from, u32 bytes, u32 barrier) { load_run(to, from, bytes, barrier); }
 using TensorMap = emulator::TensorMap;
 inline void prefetch_map(const TensorMap&) {}
 inline void load_box(u32 to, const TensorMap& map, const int (&at)[5], u32 barrier) {

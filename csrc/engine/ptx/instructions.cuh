@@ -314,11 +314,6 @@ template <int BYTES> DEVICE void store_global(void* to, const u32* x) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x[0]) : "memory");
 }
 
-// The same of what nobody is expected to read soon: of what L2 has, this goes first.
-DEVICE void store_global_once(void* to, const u32 (&x)[2]) {
-  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(to), TWO("r", x) : "memory");
-}
-
 // Asynchronous copies to shared memory. BYTES is 4, 8 or 16; with `present` false zeros are written and nothing is read.
 template <int BYTES> DEVICE void copy_async(u32 to, const void* from, bool present) {
   const int size = present ? BYTES : 0;
@@ -376,12 +371,6 @@ DEVICE void wait_for_bytes(u32 barrier, u32 phase) {
 DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// The same of what nobody is expected to read again soon: of what L2 has, this goes first, before what waits to be written.
-DEVICE void load_run_once(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
-               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], first; }"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 // The same to those blocks of a cluster whose bits are set, at the same place, each of which counts the bytes.
 DEVICE void load_run(u32 to, const void* from, u32 bytes, u32 barrier, u32 blocks) {

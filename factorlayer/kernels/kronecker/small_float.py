@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from factorlayer.device.code import constants
 from factorlayer.device.gpu import Gpu
 from factorlayer.device.kept import kept
-from factorlayer.kernels.work import Mode, OfWork, Work
+from factorlayer.kernels.passes import timed
+from factorlayer.kernels.work import OfWork, Work
 
 SIZES = (4, 8)
 MOST_THREADS, REGISTERS = 512, 128
@@ -70,8 +70,11 @@ class Sizes:
         return "·".join(map(str, self.modes))
 
 
-def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
-    """The sizes of modes; None where there are others than such passes have."""
+def _sizes_in(work: Work) -> Sizes | None:
+    """The sizes of a pass's modes; None where it has others than these passes, or something else to do."""
+    if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
+        return None
+    modes = [mode for _, mode in sorted(work.steps)]
     square = all(len(mode.parts) == 1 and mode.p == mode.q and mode.p in SIZES for mode in modes)
     if not square or len(modes) not in (4, 5):
         return None
@@ -81,14 +84,6 @@ def sizes_of(modes: Sequence[Mode]) -> Sizes | None:
         return None
     # A warp stores its rows' (a, b), one quarter of a row in each lane at a time.
     return found if 32 // found.c * (d * e // 4) % 32 == 0 else None
-
-
-def sizes_in(work: Work) -> Sizes | None:
-    """The sizes of a pass's modes; None where it has others, or something else to do."""
-    if work.dtype != "float32" or work.rank > 1 or work.inner > 1 or len(work.steps) != len(work.sizes):
-        return None
-    modes = dict(work.steps)
-    return sizes_of([modes[at] for at in range(len(work.sizes))])
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,12 @@ class SmallFloat(OfWork):
         return 4 * self.work.outer * self.sizes.size
 
     def us_of(self, batch: int) -> float:
-        return time_of(self.sizes, sum(self.sizes.modes), 2, self.blocks_per_sm, batch * self.work.outer, self.gpu)
+        sizes, gpu, units = self.sizes, self.gpu, batch * self.work.outer
+        rate = gpu.instructions * gpu.float_lanes / 128
+        alone = OTHER * sum(sizes.modes) * sizes.size / 32 / rate
+        busy = alone * max(1.0, 256 / (sizes.columns * min(self.blocks_per_sm, -(-units // gpu.sms))))  # few warps wait
+        memory = 2 * 4 * sizes.size / (0.9 * gpu.memory_bytes)
+        return START_US + -(-units // gpu.sms) * (max(busy, memory) + (1 - HIDDEN) * min(busy, memory))
 
     def __str__(self) -> str:
         return f"small float: {self.sizes}, {self.blocks_per_sm} blocks with {self.shared} bytes of shared memory"
@@ -139,17 +139,7 @@ class SmallFloat(OfWork):
 
 def tile(work: Work, batch: int, gpu: Gpu) -> SmallFloat | None:
     """None where this family has no kernel."""
-    sizes = sizes_in(work)
+    sizes = _sizes_in(work)
     if sizes is None or sizes.shared > gpu.shared:
         return None
-    plan = SmallFloat(work, sizes, gpu)
-    return replace(plan, us=time_of(sizes, sum(sizes.modes), 2, plan.blocks_per_sm, batch * work.outer, gpu))
-
-
-def time_of(sizes: Sizes, multiply_adds: int, states: int, blocks: int, units: int, gpu: Gpu) -> float:
-    """Predicted microseconds: of units that each take so many multiply-adds for an element, and move so many states."""
-    rate = gpu.instructions * gpu.float_lanes / 128
-    alone = OTHER * multiply_adds * sizes.size / 32 / rate
-    busy = alone * max(1.0, 256 / (sizes.columns * min(blocks, -(-units // gpu.sms))))  # few warps wait
-    memory = 4 * states * sizes.size / (0.9 * gpu.memory_bytes)
-    return START_US + -(-units // gpu.sms) * (max(busy, memory) + (1 - HIDDEN) * min(busy, memory))
+    return timed(SmallFloat(work, sizes, gpu), batch)

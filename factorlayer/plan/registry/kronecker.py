@@ -6,8 +6,6 @@ from factorlayer.kernels import chain_backward, tiling
 from factorlayer.kernels.bank_layouts import MOST_MODES
 from factorlayer.kernels.chain_backward import ChainBackward
 from factorlayer.kernels.kronecker import (
-    eights,
-    eights_backward,
     pair,
     pair_backward,
     pair_cluster_backward,
@@ -57,13 +55,6 @@ SMALL_FLOAT = Family(
     "small-factors",
     Takes(("float32",), factors=(4, 5), sizes=(4, 8)),
 )
-EIGHTS = Family(
-    "8⁵ in float",
-    eights.tile,
-    (eights.Eights,),
-    "small-factors",
-    Takes(("float32",), ("copy_engine",), factors=(5, 5), sizes=(8, 8)),
-)
 PAIR_FEW = Family(
     "Few samples of two factors",
     pair_few.tile,
@@ -100,7 +91,7 @@ PAIR = Family(
     ),
 )
 OF_STATES = (RESIDENT, MAPPED_COLUMNS)  # which read and write any buffer
-OF_WORK = (*OF_STATES, SMALL_FLOAT, EIGHTS, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
+OF_WORK = (*OF_STATES, SMALL_FLOAT, PAIR_FEW, PAIR_DOUBLE, TRIPLE, PAIR)
 
 # All gradients of contractions, at one visit: tile(contraction, dtype, batch, gpu) of one tied factor
 
@@ -178,13 +169,6 @@ OF_FACTORS = (
         "few-samples",
         Takes(factors=(2, 2), sizes=(16, pair_few_backward.LARGEST), samples=FEW, inputs=True, more="multiples of 16"),
         told=("inputs",),
-    ),
-    Family(
-        "Gradients of 8⁵ in float",
-        eights_backward.tile,
-        (eights_backward.EightsBackward,),
-        "small-factors",
-        Takes(("float32",), ("copy_engine",), (5, 5), (8, 8)),
     ),
     Family(
         "Gradients of factors of up to 16 in double",
