@@ -542,8 +542,8 @@ def _grouped(
         return
     busy = {most_groups: busy_us(most_groups)}
     begin = one.weight_bytes / WEIGHTS_RATE
-    of_tile = memory, busy[most_groups], warps, most_groups
-    if not fastest.may_be(total, units, blocks, *of_tile, parts=shared, begin=begin):
+    of_tile, in_double = (memory, busy[most_groups], warps, most_groups), work.dtype == "float64"
+    if not fastest.may_be(total, units, blocks, *of_tile, parts=shared, begin=begin, in_double=in_double):
         return
     for slots in (2, 1):
         group = one.group_bytes + (slots - 1) * one.slot_bytes
@@ -554,7 +554,7 @@ def _grouped(
             busy[groups] = busy_us(groups)
         barriers = 2 * len(one.stages) * work.rank + 4
         many = warps, groups, float(slots > 1), tiles, blocks, gpu
-        us, made_of = predict(memory, busy[groups], barriers, *many, parts=shared)
+        us, made_of = predict(memory, busy[groups], barriers, *many, parts=shared, in_double=in_double)
         begin = one.weight_bytes / WEIGHTS_RATE + weights_us(work, 32 * warps * groups, gpu, both_ways=True)
         summed = 2 * min(tiles, one.most) * one.weights * SUM_BYTES[work.dtype]
         end = 2 * groups * sums * 32 * warps * 4 / gpu.shared_bytes + summed / (gpu.l2_bytes * gpu.sms)

@@ -21,6 +21,7 @@ OF_SUMS, OF_ODD_SUMS, OF_TILE, OF_PADDING, OF_PADDED_ROW, OF_COPY, OF_STORED = 1
 # threads that have all of a weight, and until all warps of a group have met
 STEP_CYCLES = {"float64": 17, "float32": 120, "tf32": 47, "bfloat16": 75, "float16": 75}
 TILE_CYCLES, ODD_CYCLES, THREAD_CYCLES, MEETING_CYCLES = 81, 69, 1.5, 172
+MATRIX_UNITS = 4  # of a multiprocessor, of which a warp uses one
 BIAS_CYCLES, BIAS_WORDS = 800, 16  # a wait for L2, and a lane's words of a bias that it asks for at once
 FROM_MEMORY = 0.79  # of memory's time, of which L2 takes over a part
 RUN_BYTES = 16  # bytes beside each run of memory that take as long as its own
@@ -46,7 +47,7 @@ def work_of(stages: Stages, warps: int, made: int, work: Work, in_place: bool, g
     flops = instructions = shared = cycles = first = 0.0
     for i, stage in enumerate(stages):
         times, terms = (made, rank) if i == last else (made * rank, 1)
-        parts = _of_sandwich(stage, warps) if isinstance(stage, Sandwich) else _of(stage, warps, terms)
+        parts = _of_sandwich(stage, warps) if isinstance(stage, Sandwich) else _of(stage, warps, terms, gpu)
         multiplied, issued, moved, waited = parts
         flops += times * multiplied
         instructions += times * issued
@@ -87,7 +88,12 @@ def share_ahead(behind: float, of_x: float, gpu: Gpu) -> float:
     return min(1.0, behind / (WAITS * gpu.rates.wait_us + of_x))
 
 
-def _of(stage: Stage, warps: int, terms: int) -> tuple[float, float, float, float]:
+def slower_products(warps: int) -> float:
+    """Times what products take where all warps of a multiprocessor together leave some of its matrix units idle."""
+    return max(1.0, MATRIX_UNITS / warps)
+
+
+def _of(stage: Stage, warps: int, terms: int, gpu: Gpu) -> tuple[float, float, float, float]:
     """FLOPs, instructions, bytes and cycles of one stage; of several terms that are summed, products are made for
     each."""
     size, elements = ELEMENT_BYTES[stage.dtype], stage.rows * stage.inner
@@ -100,7 +106,8 @@ def _of(stage: Stage, warps: int, terms: int) -> tuple[float, float, float, floa
     multiplied = 2 * terms * rounds * warps * sums * 128 * k
     issued: float = rounds * warps * (steps * of_step(mt, nt, stage.dtype) + OF_SUMS * sums + OF_TILE)
     moved: float = (terms * stage.tiles * (16 * mt + 8 * nt) * k + elements * stage.q) * size
-    waited: float = rounds * (steps * STEP_CYCLES[stage.dtype] + TILE_CYCLES)
+    of_unit = MATRIX_UNITS * 2 * terms * sums * 128 * k / gpu.flops[stage.dtype] * gpu.rates.cycles
+    waited: float = rounds * (max(steps * STEP_CYCLES[stage.dtype], of_unit) + TILE_CYCLES)
     if stage.is_odd:
         issued += OF_ODD_SUMS * sums * stage.tiles
         waited += ODD_CYCLES * sums * stage.tiles / warps

@@ -43,6 +43,7 @@ from factorlayer.kernels.tile_work import (
     of_groups,
     padding_of,
     share_ahead,
+    slower_products,
     work_of,
 )
 from factorlayer.kernels.timing import Fastest, most_of, us_of_class, waits_of
@@ -219,9 +220,9 @@ def _tilings(
                     continue
                 of_stages = work_of(stages, warps, made, work, in_place, gpu)
                 instructions = of_stages.instructions + units * of_unit
-                on_chip = of_stages.products_us, (of_stages.shared + units * moved) / gpu.shared_bytes
+                shared = (of_stages.shared + units * moved) / gpu.shared_bytes
                 waits = of_stages.cycles / gpu.rates.cycles
-                each = beside(traffic, issued + instructions / gpu.instructions, *on_chip)
+                each = beside(traffic, issued + instructions / gpu.instructions, of_stages.products_us, shared)
                 begin = weight_bytes / WEIGHTS_RATE
                 if not fastest.may_take(total, units, blocks, each, waits + traffic, begin):
                     continue
@@ -240,7 +241,8 @@ def _tilings(
                     narrow = straight and not last_of(stages).stores_widely
                     of_memory = traffic + (SHORT_STORES * units * stored_us if narrow else 0.0)
                     leaving = 0.0 if straight else OF_COPY * units * unit_out * size / COPIED
-                    each = beside(of_memory, issued + (instructions + leaving) / gpu.instructions, *on_chip)
+                    products = of_stages.products_us * slower_products(groups * warps)
+                    each = beside(of_memory, issued + (instructions + leaving) / gpu.instructions, products, shared)
                     # What a group does while its next tile comes, with one slot: behind the stage that reads x last, if
                     # x is alone there, else behind all stages, if their result is not where x was
                     behind = units * stored_us / made + (of_stages.behind / gpu.rates.cycles if alone else 0.0)

@@ -26,9 +26,10 @@ def waits_of(warps: int) -> float:
     return 1 / (1 - math.exp(-LONGEST_WAIT * warps))
 
 
-def slower_together(warps: int) -> float:
-    """Times what a group's work takes with so many warps on the multiprocessor."""
-    return 1 + 2 / warps
+def slower_together(warps: int, in_double: bool) -> float:
+    """Times what a group's work takes with so many warps on the multiprocessor. In double few keep it busy: products
+    are most of the work there, and take long."""
+    return 1.0 if in_double else 1 + 2 / warps
 
 
 def predict(
@@ -42,6 +43,7 @@ def predict(
     split: int,
     gpu: Gpu,
     parts: float = 0.0,
+    in_double: bool = False,
 ) -> tuple[float, tuple[float, float, float]]:
     """Microseconds, and the first of what they are made of, as TileUs has it: from those of a tile's traffic and of
     its work in a multiprocessor that has nothing else to do. `ahead` is the share of the traffic that is under way
@@ -50,7 +52,7 @@ def predict(
     blocks = max(gpu.sms // split, 1)
     slower = waits_of(warps) / waits_of(groups * warps)
     alone = memory + busy * slower + barriers * gpu.rates.sync_us
-    busy *= slower_together(groups * warps)
+    busy *= slower_together(groups * warps, in_double)
     overlapped = groups * (max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN * ahead))
     overlapped = max(overlapped, groups * (memory + parts) / BUS)
     made = memory, alone, max(overlapped, alone - memory * ahead)
@@ -94,11 +96,12 @@ class Fastest:
         groups: int,
         parts: float = 0.0,
         begin: float = 0.0,
+        in_double: bool = False,
     ) -> bool:
         """Whether tiles of so many of `total` units may be faster, whose traffic and work, with the waits of so many
         groups of warps, take at least this. With fewer groups nothing is faster. A pass has its first tile, and those
         of the busiest multiprocessor."""
-        alone, busy = memory + busy, busy * slower_together(groups * warps)
+        alone, busy = memory + busy, busy * slower_together(groups * warps, in_double)
         each = max((memory + parts) / BUS, max(memory / BUS, busy) + min(memory, busy) / groups * (1 - HIDDEN))
         return self.may_take(total, units, blocks, each, alone, begin)
 
