@@ -28,8 +28,9 @@ EPS = {name: torch.finfo(dtype).eps for name, dtype in DTYPES.items()} | {"tf32"
 
 @contextlib.contextmanager
 def arithmetic(name: str) -> Iterator[None]:
-    """PyTorch's switches for float32 products and recurrences, as `name` wants them."""
-    switches = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    """PyTorch's switches for float32 products and recurrences, as `name` wants them. That for convolutions goes with
+    them, as torch.export cannot read the two of cuDNN where they differ."""
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = "tf32" if name == "tf32" else "ieee"
