@@ -27,6 +27,10 @@ START_US = 1.4
 RATE = 0.6  # of the matrix unit's, that products of a unit have
 SUMS_RATE = 0.8  # and those of a sum's terms, one behind another: eleven sums of two to eight terms on one H200
 UNIT_US = 0.4  # from a unit's last copy to its first store, where nothing hides it: of 16 bits
+# Of the first unit, fitted to 31 layers of up to 64 samples on an H200: waits one behind another, where those of other
+# families that ran beside took as much longer than predicted as 1.1 of 3.3; the part of its work that is in the time of
+# a unit beside others; and what a thread loads of weights: 16 bytes, an element, one that is a product
+ALONE_US, OF_UNIT, WORDS_US, ELEMENT_US, MADE_US = 2.2, 0.29, 0.18, 0.09, 0.11
 MIX_US = 2e-5  # of a multiply-add of a mixture, by FMA
 PRODUCT_US = 0.35  # of a chunk whose mixtures are products, from its last copy to its last mixture
 
@@ -221,7 +225,26 @@ class Pair(OfWork, TwoSizes):
             of_bias = q * q0 * q1 * self.size
             begin += kept * of_bias / gpu.l2_bytes
             memory = max(memory, (p * p0 * p1 * self.size + (1 - kept) * of_bias) / gpu.l2_bytes)
-        return begin + (units + 1) * max(memory, busy, mixing)
+        each = max(memory, busy, mixing)
+        return max(begin + (units + 1) * each, self._alone_us(each) + max(0, units - self.groups - 1) * each)
+
+    def _alone_us(self, each: float) -> float:
+        """What the first unit takes, from weights to results: nothing hides its waits where units are few."""
+        *_, mode_a, mode_b = (mode for _, mode in sorted(self.work.steps))
+        p0, p1, _, _ = self.sizes
+        row, threads, us = 128 // self.unit, self.threads - 128, ALONE_US + OF_UNIT * each * self.groups
+        for mode, q, p in (
+            (mode_a, self.n, round_up(round_up(p0, self.chunk), row)),
+            (mode_b, 64 * self.parts, round_up(p1, row)),
+        ):
+            elements = self.work.rank * q * p / threads
+            if len(mode.parts) > 1:
+                us += MADE_US * elements
+            elif mode.p * self.size % 16:
+                us += ELEMENT_US * elements
+            else:
+                us += WORDS_US * elements * self.size / 16
+        return us
 
     @property
     def details(self) -> str:
