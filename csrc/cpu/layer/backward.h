@@ -267,10 +267,11 @@ template <class T> class Backward {
     for (int64_t i = phases; i--;) {
       const bool needed = gx || wanted_[l].earliest < layer.cut->phases[i].first;  // the gradient of the phase's x
       const OfTerms<T> to = !needed ? OfTerms<T>{} : i ? layer.behind(i - 1, count, b.between[i % 2]) : OfTerms<T>{gx, 0};
-      const OfTerms<T> x = i ? layer.behind(i - 1, count, kept.states.between[i - 1]) : OfTerms<T>{const_cast<T*>(kept.x), 0};
-      go_back(l, i, count, {x.rows, x.apart}, from, to, b);
+      OfTerms<const T> x{kept.x, 0};
+      if (i) x = layer.behind(i - 1, count, kept.states.between[i - 1]);
+      go_back(l, i, count, x, from, to, b);
       if (!needed) return;
-      from = {to.rows, to.apart};
+      from = to;
     }
   }
 

@@ -146,6 +146,7 @@ template <class U> struct OfTerms {
   U* rows;
   int64_t apart;
 
+  operator OfTerms<const U>() const { return {rows, apart}; }
   bool same() const { return !apart; }
   U* of(int64_t term) const { return rows + term * apart; }
 };
@@ -350,7 +351,7 @@ template <class T> struct Layer {
     for (int64_t i = 0; i < count; ++i) {
       const OfTerms<T> to = i + 1 == int64_t(cut->phases.size()) ? OfTerms<T>{y, 0} : behind(i, samples, states.between[i]);
       run(i, samples, from, to, states, workers);
-      from = {to.rows, to.apart};
+      from = to;
     }
   }
 
